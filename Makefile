@@ -1,0 +1,34 @@
+# Needs Python 3.11 or later, make and a C++ compiler; everything else goes into .venv.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: .venv demo test test-long clean
+
+.venv: $(STAMP)
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/codegen build
+	$(BIN)/codegen verify
+	$(BIN)/python -m poolwright.runtime.integrations.demo
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codegen build --check
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find codegen generated runtime tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

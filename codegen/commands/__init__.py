@@ -1,0 +1,1 @@
+"""One module per command of `codegen`, each with `run(...) -> exit code`, imported when it runs."""

@@ -1,0 +1,96 @@
+"""The typer application of `codegen`: commands and options; command modules are imported when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_FORWARDED = {
+    "verify": "Copy every pool in every layout and compare with an independent oracle.",
+    "compile": "Compile generated sources ahead of time into the cache.",
+    "doctor": "Say what this machine has and what is missing.",
+}
+
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Bind a name; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+PoolName = Annotated[str, typer.Argument(metavar="POOL", help="Name of a pool.")]
+
+
+def build(
+    specs: Annotated[
+        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Only these pools: names or spec files.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; name what differs, exit 1.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Print the whole diff of what changes.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Another output folder.")] = None,
+) -> None:
+    """Render the specs into the output folder."""
+    from poolwright.codegen.commands import build as command
+
+    raise typer.Exit(command.run(tuple(specs or ()), check=check, diff=diff, out=out))
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new pool.")],
+    like: Annotated[str, typer.Option("--like", metavar="POOL", help="The spec to start from.")] = "mla",
+) -> None:
+    """Write the spec of a new pool, as a copy of another."""
+    from poolwright.codegen.commands import new as command
+
+    raise typer.Exit(command.run(name, like=like))
+
+
+def show(
+    pool: PoolName,
+    set_: Set = None,
+    layout: Annotated[str | None, typer.Option("--layout", metavar="L", help="Only this host order.")] = None,
+    form: Annotated[str | None, typer.Option("--form", metavar="F", help="Only this device order.")] = None,
+    json: Json = False,
+) -> None:
+    """Show where each component lies on the device and on the host, with byte offsets and strides."""
+    from poolwright.codegen.commands import show as command
+
+    raise typer.Exit(command.run(pool, tuple(set_ or ()), layout=layout, form=form, json=json))
+
+
+def explain(pool: PoolName) -> None:
+    """Say in words what a spec means."""
+    from poolwright.codegen.commands import explain as command
+
+    raise typer.Exit(command.run(pool))
+
+
+def schema() -> None:
+    """Print the JSON Schema of a spec."""
+    from poolwright.codegen.commands import schema as command
+
+    raise typer.Exit(command.run())
+
+
+def forward(context: typer.Context) -> None:
+    """Run a tool of the runtime on the project's output folder."""
+    from poolwright.codegen.commands import forward as command
+
+    raise typer.Exit(command.run(str(context.info_name), tuple(context.args)))
+
+
+def make_app() -> typer.Typer:
+    """The command line with all its commands; their modules are imported when they run."""
+    # Rich help and rich tracebacks would import rich for every run, which costs more than a small build.
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        help="From pool specs to generated kernels and host pools.",
+    )
+    for command in (build, new, show, explain, schema):
+        app.command()(command)
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    for name, text in _FORWARDED.items():
+        app.command(name, help=text, context_settings=settings, add_help_option=False)(forward)
+    return app

@@ -1,0 +1,81 @@
+"""`codegen new`: a name and a spec to start from in, `specs/NAME.yaml` out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from poolwright.codegen.commands.common import InputError, unknown
+from poolwright.codegen.names import class_problem, name_problem
+from poolwright.codegen.project import Project, find_project
+
+NOT_POOLS = ("layouts",)
+
+
+def run(name: str, *, like: str) -> int:
+    """Write the new spec and say what comes next. Never replaces a file."""
+    project = find_project()
+    _check_name(name)
+    target = project.specs / f"{name}.yaml"
+    if target.exists() or target.is_symlink():
+        raise InputError(f"{project.display(target)} exists already; take another name, or edit it")
+    source = _find(project, like)
+    text = adapt(source.read_text(encoding="utf-8"), name, like)
+    _check_class(project, class_name(name))
+    with target.open("x", encoding="utf-8", newline="") as file:
+        file.write(text)
+    print(f"wrote {project.display(target)}, a copy of {like}; edit it, then run:")
+    print(f"  codegen build && codegen verify {name}")
+    return 0
+
+
+def class_name(name: str) -> str:
+    """``my_pool`` becomes ``MyPoolPoolHost``."""
+    return "".join(part.capitalize() for part in name.split("_")) + "PoolHost"
+
+
+def adapt(text: str, name: str, like: str) -> str:
+    """The spec under its new name: `pool`, `class` and `summary` replaced, everything else kept."""
+    summary = f"Made after {like}; say here what one row holds."
+    for key, value in (("pool", name), ("class", class_name(name)), ("summary", summary)):
+        found = list(_top_level(key).finditer(text))
+        if len(found) != 1:
+            raise InputError(
+                f"spec {like} has {len(found)} lines `{key}:` at its left edge, expected 1; mend it"
+            )
+        line = f"{key}: {value}{found[0]['note'] or ''}"
+        text = text[: found[0].start()] + line + text[found[0].end() :]
+    return text
+
+
+def _top_level(key: str) -> re.Pattern[str]:
+    # The value may go on in indented lines below; a comment at the end of the line stays.
+    return re.compile(rf"^{key}:[^\n#]*?(?P<note>[ \t]+#[^\n]*)?(?:\n[ \t]+[^\n]+)*$", re.MULTILINE)
+
+
+def _check_name(name: str) -> None:
+    problem = name_problem(name)
+    if problem is None and name in NOT_POOLS:
+        problem = f"{name!r} is the file of the layouts: take another name"
+    if problem is None and class_problem(class_name(name)) is not None:
+        problem = f"{name!r} is too long for the class {class_name(name)}: take a shorter name"
+    if problem is not None:
+        raise InputError(problem)
+
+
+def _find(project: Project, like: str) -> Path:
+    """The spec to start from: one of the project's, else one that is shipped."""
+    folders = (project.specs, Path(__file__).resolve().parent.parent.parent / "specs")
+    for folder in folders:
+        if name_problem(like) is None and like not in NOT_POOLS and (folder / f"{like}.yaml").is_file():
+            return folder / f"{like}.yaml"
+    names = {path.stem for folder in folders for path in folder.glob("[a-z]*.yaml")} - set(NOT_POOLS)
+    raise InputError(unknown("spec to start from", like, sorted(names)))
+
+
+def _check_class(project: Project, wanted: str) -> None:
+    for path in sorted(project.specs.glob("*.yaml")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if re.search(rf"^class:\s*{wanted}\s*(#|$)", text, re.MULTILINE):
+            place = project.display(path)
+            raise InputError(f"{place} has the class {wanted} already; take another name")

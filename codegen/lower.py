@@ -1,0 +1,345 @@
+"""Lowering: a pool becomes one program per variant, form and layout, with every address decided.
+
+In: `ir.Pool`. Out: `ir.Lowered`. Sizes stay symbolic; what is decided here is structure: which axes are
+constants, which are read from tensors, how long a run is contiguous on both sides, which host bytes of a
+page are one range. Templates only print it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+from poolwright.codegen import algebra, expr
+from poolwright.codegen.algebra import Block, OrderError, Part, Placed
+from poolwright.codegen.expr import ONE, Expr, integer
+from poolwright.codegen.ir import (
+    Axis,
+    Component,
+    Form,
+    Item,
+    Layout,
+    Lowered,
+    Pool,
+    Program,
+    Range,
+    Record,
+    Side,
+    Stride,
+    Walk,
+)
+
+UNKNOWN = frozenset({"pages"})
+"""Symbols that are no constants of a compiled program: the host's capacity is an argument."""
+
+
+class LowerError(ValueError):
+    """A pool whose parts cannot be combined; `where` is a dotted path in its spec."""
+
+    def __init__(self, pool: Pool, where: str, message: str) -> None:
+        super().__init__(message)
+        self.pool, self.where, self.message = pool, where, message
+
+
+def lower(pool: Pool) -> Lowered:
+    """All programs of a pool. Raises LowerError."""
+    _check_names(pool)
+    programs = [
+        _program(pool, choice, form, index, layout)
+        for choice in choices(pool)
+        for form in pool.forms
+        for index, layout in enumerate(pool.layouts)
+    ]
+    return Lowered(pool, tuple(programs))
+
+
+def choices(pool: Pool) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Every combination of variant choices; one empty combination without variants."""
+    tables = [[(v.name, choice) for choice, _ in v.choices] for v in pool.variants]
+    return tuple(itertools.product(*tables))
+
+
+def specialise(pool: Pool, choice: tuple[tuple[str, str], ...]) -> Pool:
+    """The pool with one choice of each variant filled in."""
+    values: dict[str, Expr] = {}
+    orders: dict[str, tuple[str, ...]] = {}
+    for variant in pool.variants:
+        for name, constant in dict(variant.choices)[dict(choice)[variant.name]]:
+            if isinstance(constant, int):
+                values[f"{variant.name}.{name}"] = integer(constant)
+            else:
+                orders[f"{variant.name}.{name}"] = constant
+    if not values and not orders:
+        return pool
+    return replace(
+        pool,
+        components=tuple(_fill_component(c, values) for c in pool.components),
+        records=tuple(_fill_record(r, values, orders) for r in pool.records),
+        params=tuple(
+            replace(p, equals=None if p.equals is None else expr.substitute(p.equals, values))
+            for p in pool.params
+        ),
+        require=tuple(expr.substitute_cond(c, values) for c in pool.require),
+    )
+
+
+def _fill_component(component: Component, values: Mapping[str, Expr]) -> Component:
+    return replace(
+        component,
+        dims=tuple(replace(d, size=expr.substitute(d.size, values)) for d in component.dims),
+        when=None if component.when is None else expr.substitute_cond(component.when, values),
+        align=None if component.align is None else expr.substitute(component.align, values),
+    )
+
+
+def _fill_record(record: Record, values: Mapping[str, Expr], orders: Mapping[str, tuple[str, ...]]) -> Record:
+    inner = orders.get(record.inner[0], record.inner) if len(record.inner) == 1 else record.inner
+    return replace(record, inner=inner, pad_to=expr.substitute(record.pad_to, values))
+
+
+# ---- parts ------------------------------------------------------------------------------------
+
+
+def parts_of(pool: Pool) -> tuple[Part, ...]:
+    """What is placed: every component that no record holds, and every record as one padded row."""
+    held = {name for record in pool.records for name in record.holds}
+    alone = [algebra.component_part(pool, c) for c in pool.components if c.name not in held]
+    return tuple(alone + [_record_part(pool, record) for record in pool.records])
+
+
+def record_block(pool: Pool, record: Record) -> Block:
+    """The components of a record placed inside its row."""
+    members = [c for name in record.holds for c in pool.components if c.name == name]
+    inside = [
+        replace(part, axes={a: e for a, e in part.axes.items() if a in part.dims})
+        for part in (algebra.component_part(pool, c) for c in members)
+    ]
+    try:
+        return algebra.place(pool, inside, record.inner)
+    except OrderError as error:
+        raise LowerError(pool, f"records.{record.name}.inner", str(error)) from None
+
+
+def _record_part(pool: Pool, record: Record) -> Part:
+    members = [algebra.component_part(pool, c) for c in pool.components if c.name in record.holds]
+    outer = {axis: size for axis, size in members[0].axes.items() if axis in ("page", "token", "layer")}
+    row = expr.symbol(f"extent_{record.ident}_row")
+    return Part(
+        name=record.name,
+        ident=record.ident,
+        itemsize=ONE,
+        align=ONE,
+        axes={**outer, "row": row},
+        dims=("row",),
+        layers=members[0].layers,
+        token="token" in outer,
+        present=ONE,
+        sizes={**outer, "row": row},
+    )
+
+
+def extents(pool: Pool) -> tuple[tuple[str, Expr], ...]:
+    """Named constants of the pool: element extents and padded rows, in the order of the spec."""
+    result = [
+        (f"extent_{c.ident}_{dim.name}", dim.size)
+        for c in pool.components
+        for dim in algebra.split_dims(pool, c.dims)
+    ]
+    for record in pool.records:
+        size = expr.align_up(record_block(pool, record).total, record.pad_to)
+        result.append((f"extent_{record.ident}_row", size))
+    return tuple(result)
+
+
+# ---- one program ------------------------------------------------------------------------------
+
+
+def _program(
+    pool: Pool, choice: tuple[tuple[str, str], ...], form: Form, index: int, layout: Layout
+) -> Program:
+    filled = specialise(pool, choice)
+    parts = parts_of(filled)
+    try:
+        host = algebra.place(filled, parts, layout.order)
+    except OrderError as error:
+        raise LowerError(pool, f"layouts[{index}]", f"layout {layout.name}: {error}") from None
+    devices = _devices(filled, parts, form)
+    items = tuple(_item(filled, placed, device) for placed, device in zip(host.placed, devices, strict=True))
+    name = "_".join([*(value for _, value in choice), form.name, layout.name])
+    return Program(
+        ident=name,
+        variant=choice,
+        form=form,
+        layout=layout,
+        items=items,
+        host_bytes=host.total,
+        page_bytes=_page_bytes(host),
+        ranges=_ranges(host),
+        token_walk=pool.has_tokens and all(item.token for item in items),
+    )
+
+
+def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[Side, ...]:
+    """The device side of every part, in the order of `parts`."""
+    together = not {"component", "record"} & set(form.tensors)
+    order = tuple(axis for axis in form.order if axis not in form.tensors)
+    inside = tuple(_without(part, form.tensors) for part in parts)
+    try:
+        if together:
+            placed = algebra.place(pool, inside, order).placed
+        else:
+            placed = tuple(algebra.place(pool, (part,), order).placed[0] for part in inside)
+    except OrderError as error:
+        raise LowerError(pool, f"device.{form.name}.order", f"form {form.name}: {error}") from None
+    sides = tuple(_device(form, part, p) for part, p in zip(parts, placed, strict=True))
+    if together and len(parts) > 1 and any(_component_left_of_page(form, parts)):
+        _check_equal_blocks(pool, form, parts)
+    return sides
+
+
+def _without(part: Part, tensors: tuple[str, ...]) -> Part:
+    return replace(part, axes={axis: size for axis, size in part.axes.items() if axis not in tensors})
+
+
+def _component_left_of_page(form: Form, parts: tuple[Part, ...]) -> tuple[bool, ...]:
+    order = list(form.order)
+    marker = next((a for a in ("component", "record") if a in order), None)
+    return (marker is not None and order.index(marker) < order.index("page"),) * len(parts)
+
+
+def _check_equal_blocks(pool: Pool, form: Form, parts: tuple[Part, ...]) -> None:
+    """A component axis left of page in one tensor has one step, so all components must be alike."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.itemsize != first.itemsize or list(part.sizes.items()) != list(first.sizes.items()):
+            raise LowerError(
+                pool,
+                f"device.{form.name}.order",
+                f"form {form.name}: component stands left of page in one tensor, so every component must "
+                f"have the same shape and dtype: {first.name} and {part.name} differ",
+            )
+
+
+def _device(form: Form, part: Part, placed: Placed) -> Side:
+    """Axes at or left of an axis whose stride is not known before bind get no constant stride."""
+    axes = placed.axes
+    page = axes.index("page")
+    dynamic = [i for i, axis in enumerate(axes) if axis in form.any_stride or i < page]
+    last = max(dynamic, default=-1)
+    strides = tuple(Stride(axis, None if i <= last else placed.strides[i]) for i, axis in enumerate(axes))
+    table = tuple(
+        Axis(axis, part.axes[axis]) for axis in form.tensors if axis == "layer" and axis in part.axes
+    )
+    component_left = "page" in axes[len(axes) - placed.inner :] and placed.base != expr.ZERO
+    base = expr.ZERO if component_left else placed.base
+    return Side(algebra.axes_of(part, axes), base, strides, table)
+
+
+def _item(pool: Pool, host: Placed, device: Side) -> Item:
+    part = host.part
+    component = next((c for c in pool.components if c.name == part.name), None)
+    side = Side(
+        algebra.axes_of(part, host.axes),
+        host.base,
+        tuple(Stride(axis, value) for axis, value in zip(host.axes, host.strides, strict=True)),
+    )
+    outers: dict[str, tuple[str, ...]] = {"pages": ("page",)}
+    if part.token:
+        outers["tokens"] = ("page", "token")
+    if part.layers is not None:
+        outers["layer_pages"] = ("layer", "page")
+        if part.token:
+            outers["layer_tokens"] = ("layer", "page", "token")
+    return Item(
+        name=part.name,
+        ident=part.ident,
+        itemsize=part.itemsize,
+        layers=part.layers,
+        token=part.token,
+        present=None if component is None else component.when,
+        host=side,
+        device=device,
+        walks=tuple(_walk(name, outer, part, host, device) for name, outer in outers.items()),
+    )
+
+
+def _walk(name: str, outer: tuple[str, ...], part: Part, host: Placed, device: Side) -> Walk:
+    unknown = {s.axis for s in device.strides if s.value is None}
+    inside = tuple(axis.name for axis in device.axes)
+    atom = algebra.common_suffix(host, inside, frozenset(outer) | unknown)
+    loops = tuple(axis for axis in host.axes if axis not in outer and axis not in atom)
+    size = expr.product([part.itemsize, *(part.axes[axis] for axis in atom)])
+    stepped = [axis for axis in host.axes if axis not in atom]
+    steps = [host.strides[host.axes.index(axis)] for axis in stepped] + [host.base]
+    for axis in stepped:
+        value = device.stride(axis) if axis in inside else None
+        if value is not None:
+            steps.append(value)
+    return Walk(
+        name=name,
+        outer=outer,
+        loops=algebra.axes_of(part, loops),
+        atom=algebra.axes_of(part, atom),
+        atom_bytes=size,
+        runs=expr.product([part.axes[axis] for axis in loops] + [part.present]),
+        grain=expr.gcd([size, device.base, *(expr.grain(step, UNKNOWN) for step in steps)]),
+    )
+
+
+# ---- ranges -----------------------------------------------------------------------------------
+
+
+def _page_bytes(host: Block) -> Expr:
+    """Bytes that one page takes: everything that is multiplied by `pages`."""
+    if "page" in host.left:
+        inside = host.left[host.left.index("page") + 1 :]
+        axes = host.placed[0].part.axes
+        return expr.product([host.size, *(axes[axis] for axis in inside)]) * _outside(host)
+    result: Expr = integer(0)
+    for placed in host.placed:
+        part = placed.part
+        sizes = [size for axis, size in part.axes.items() if axis != "page" and axis not in host.left]
+        result = result + expr.product([part.itemsize, part.present, *sizes])
+    return result * _outside(host)
+
+
+def _outside(host: Block) -> Expr:
+    axes = host.placed[0].part.axes
+    names = host.left[: host.left.index("page")] if "page" in host.left else host.left
+    return expr.product([axes[axis] for axis in names])
+
+
+def _ranges(host: Block) -> tuple[Range, ...]:
+    """Contiguous host bytes of one page: one set for all parts when `page` stands outside `component`."""
+    if "page" in host.left:
+        placed = host.placed[0]
+        return (_range(None, placed, expr.ZERO),)
+    return tuple(_range(placed.part.ident, placed, placed.base) for placed in host.placed)
+
+
+def _range(ident: str | None, placed: Placed, base: Expr) -> Range:
+    at = placed.axes.index("page")
+    left = tuple(
+        (Axis(axis, placed.part.axes[axis]), placed.strides[i]) for i, axis in enumerate(placed.axes[:at])
+    )
+    return Range(ident, base, left, placed.strides[at])
+
+
+# ---- names ------------------------------------------------------------------------------------
+
+PYTHON_LOCALS = ("sizes", "pages", "align_up", "gcd", "min", "max", "self", "torch")
+
+
+def _check_names(pool: Pool) -> None:
+    """Parameters become constants beside generated names: none may be one of those."""
+    taken = set(PYTHON_LOCALS)
+    for name, _ in extents(specialise(pool, choices(pool)[0])):
+        taken.add(name)
+    taken |= {f"itemsize_{name}" for name, _ in pool.dtypes}
+    taken |= {f"present_{c.ident}" for c in pool.components}
+    for param in pool.params:
+        if param.name in taken or param.name.startswith(("host_", "device_", "atom_", "runs_", "grain_")):
+            raise LowerError(
+                pool, f"params.{param.name}", f"parameter {param.name!r} is a name that generated code uses"
+            )

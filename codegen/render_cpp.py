@@ -1,0 +1,500 @@
+"""Prepares the C++ side of a pool for its templates: layout.h, kernels.cu, host.cpp.
+
+In: `ir.Lowered`. Out: plain dictionaries of names and finished lines of text; a template only loops over
+them. All addresses are ``i64`` bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from poolwright.codegen import expr, lower
+from poolwright.codegen.expr import Expr
+from poolwright.codegen.ir import Axis, Item, Lowered, Program, Walk
+
+ID_CAPACITIES = (128, 1024)
+"""Page ids that fit the parameters of one launch: small launches are cheaper (1 KiB against 8 KiB)."""
+
+LAYER_CAPACITY = 256
+"""Layers that one launch of a layer-ordered load can walk."""
+
+WALK_WORDS = {
+    "pages": "one page an id",
+    "tokens": "one token an id",
+    "layer_pages": "one layer, one page an id",
+    "layer_tokens": "one layer, one token an id",
+}
+
+
+def name_of(symbol: str) -> str:
+    """The C++ name of a symbol."""
+    return symbol.replace(".", "_").replace("[", "_").replace("]", "")
+
+
+def cpp(value: Expr) -> str:
+    return expr.to_cpp(value, name=name_of)
+
+
+def order_text(tables: Sequence[Axis], axes: Sequence[Axis], ident: str | None = None) -> str:
+    head = ident or ""
+    head += "".join(f"[{axis.name}]" for axis in tables)
+    return (head + " " if head else "") + "[" + ", ".join(axis.name for axis in axes) + "]"
+
+
+def inputs(lowered: Lowered) -> list[str]:
+    """Names of everything that a program is compiled for, in the order of the spec."""
+    pool = lowered.pool
+    names = [name for param in pool.params for name in param_names(param.name, param.length)]
+    names += ["page_size", *layer_lists(lowered)]
+    names += [f"itemsize_{group}" for group, _ in pool.dtypes]
+    return names
+
+
+def param_names(name: str, length: int | None) -> list[str]:
+    return [name] if length is None else [f"{name}_{i}" for i in range(length)]
+
+
+def layer_lists(lowered: Lowered) -> list[str]:
+    """Layer lists of the pool; `layers` first, even when no component uses it."""
+    names = {c.layers for c in lowered.pool.components if c.layers is not None}
+    return ["layers", *sorted(names - {"layers"})]
+
+
+# ---- layout.h ---------------------------------------------------------------------------------
+
+
+def layout_view(lowered: Lowered) -> dict[str, Any]:
+    """What layout.h.jinja prints."""
+    return {
+        "pool": lowered.pool,
+        "inputs": [{"name": n, "value": f"PW_{n}"} for n in inputs(lowered)],
+        "families": [_family(lowered, choice) for choice in lower.choices(lowered.pool)],
+    }
+
+
+def family_name(choice: Sequence[tuple[str, str]]) -> str:
+    return "_".join(value for _, value in choice)
+
+
+def qualified(lowered: Lowered, program: Program) -> str:
+    """The namespace of a program, seen from outside."""
+    return "::".join(filter(None, [lowered.pool.name, family_name(program.variant), local_name(program)]))
+
+
+def local_name(program: Program) -> str:
+    return f"{program.form.name}_{program.layout.name}"
+
+
+def _family(lowered: Lowered, choice: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    filled = lower.specialise(lowered.pool, choice)
+    # Conditions first: the row of a record is as long as what is there.
+    constants = [
+        {
+            "name": f"present_{c.ident}",
+            "value": f"{expr.cond_to_cpp(c.when, name=name_of)} ? 1 : 0",
+            "comment": "",
+        }
+        for c in filled.components
+        if c.when is not None
+    ]
+    constants += [{"name": n, "value": cpp(v), "comment": ""} for n, v in lower.extents(filled)]
+    return {
+        "namespace": family_name(choice),
+        "constants": constants,
+        "programs": [_program(p) for p in lowered.programs if p.variant == choice],
+    }
+
+
+def _program(program: Program) -> dict[str, Any]:
+    return {
+        "name": local_name(program),
+        "title": f"form {program.form.name}, layout {program.layout.name}",
+        "dynamic": dynamic(program),
+        "host_bytes": cpp(program.host_bytes),
+        "page_bytes": cpp(program.page_bytes),
+        "parts": [_item(program, item) for item in program.items],
+    }
+
+
+def dynamic(program: Program) -> list[str]:
+    """Names of the strides that are read from tensors at bind, in the order of the View."""
+    return [
+        f"stride_{item.ident}_{stride.axis}"
+        for item in program.items
+        for stride in item.device.strides
+        if stride.value is None
+    ]
+
+
+def _item(program: Program, item: Item) -> dict[str, Any]:
+    constants: list[dict[str, str]] = [
+        {"name": f"table_{item.ident}", "value": cpp(table_at(program, item)), "parameters": ""}
+    ]
+    for name, value in _host_steps(item):
+        over_pages = "pages" in expr.symbols(value)
+        constants.append(
+            {"name": name, "value": cpp(value), "parameters": "(i64 pages)" if over_pages else ""}
+        )
+    constants.append({"name": f"device_{item.ident}_base", "value": cpp(item.device.base), "parameters": ""})
+    constants += [
+        {"name": f"device_{item.ident}_{s.axis}", "value": cpp(s.value), "parameters": ""}
+        for s in item.device.strides
+        if s.value is not None
+    ]
+    functions = [c for c in constants if c["parameters"]]
+    return {
+        "name": item.name,
+        "host_order": order_text((), item.host.axes),
+        "device_order": order_text(item.device.table, item.device.axes),
+        "constants": [c for c in constants if not c["parameters"]],
+        "functions": functions,
+        "walks": [_walk(item, walk) for walk in item.walks],
+    }
+
+
+def _host_steps(item: Item) -> list[tuple[str, Expr]]:
+    steps = [(f"host_{item.ident}_base", item.host.base)]
+    for stride in item.host.strides:
+        assert stride.value is not None
+        steps.append((f"host_{item.ident}_{stride.axis}", stride.value))
+    return steps
+
+
+def table_at(program: Program, item: Item) -> Expr:
+    """Where the item's tensors start in the table of tensor addresses."""
+    at: Expr = expr.ZERO
+    for other in program.items:
+        if other is item:
+            return at
+        at = at + (other.device.table[0].extent if other.device.table else 1)
+    raise AssertionError("item of another program")
+
+
+def walk_name(prefix: str, item: Item, walk: Walk) -> str:
+    return f"{prefix}_{item.ident}_{walk.name}"
+
+
+def _walk(item: Item, walk: Walk) -> dict[str, Any]:
+    layer = ", u32 layer" if "layer" in walk.outer else ""
+    run = ", u32 run" if walk.loops else ", u32"
+    return {
+        "comment": walk_comment(item, walk),
+        "atom_name": walk_name("atom", item, walk),
+        "atom": cpp(walk.atom_bytes),
+        "runs_name": walk_name("runs", item, walk),
+        "runs": cpp(walk.runs),
+        "vector_name": walk_name("vector", item, walk),
+        "grain": cpp(walk.grain),
+        "run_name": walk_name("run", item, walk),
+        "parameters": f"const View& view, u32 host_id, u32 device_id{layer}{run}",
+        "lines": [
+            *_split_ids(walk),
+            *_decode(walk),
+            f"return {{{device_address(item, walk)},",
+            f"        {host_address(item, walk)}}};",
+        ],
+    }
+
+
+def walk_comment(item: Item, walk: Walk) -> str:
+    loops = " x ".join(axis.name for axis in walk.loops) or "1"
+    atom = " x ".join(axis.name for axis in walk.atom) or "one item"
+    return f"{item.name}, {WALK_WORDS[walk.name]}: {loops} runs of {atom}"
+
+
+def _split_ids(walk: Walk) -> list[str]:
+    if "token" not in walk.outer:
+        return ["const u32 host_page = host_id, device_page = device_id;"]
+    return [
+        "const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);",
+        "const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);",
+    ]
+
+
+def _decode(walk: Walk) -> list[str]:
+    lines = []
+    for axis in reversed(walk.loops[1:]):
+        lines.append(f"const u32 {axis.name} = run % pw::divisor({cpp(axis.extent)});")
+        lines.append(f"run /= pw::divisor({cpp(axis.extent)});")
+    if walk.loops:
+        lines.append(f"const u32 {walk.loops[0].name} = run;")
+    return lines
+
+
+def _index(axis: str, side: str, walk: Walk) -> str | None:
+    """The variable that holds an axis' index, or None inside the atom."""
+    if any(a.name == axis for a in walk.atom):
+        return None
+    return f"{side}_{axis}" if axis in ("page", "token") and axis in walk.outer else axis
+
+
+def host_address(item: Item, walk: Walk) -> str:
+    terms = ["view.host"]
+    for name, value in _host_steps(item):
+        axis = name.removeprefix(f"host_{item.ident}_")
+        step = f"{name}(view.pages)" if "pages" in expr.symbols(value) else name
+        if axis == "base":
+            terms += [step] if value != expr.ZERO else []
+            continue
+        index = _index(axis, "host", walk)
+        terms += [f"{index} * {step}"] if index else []
+    return " + ".join(terms)
+
+
+def device_address(item: Item, walk: Walk) -> str:
+    at = f"table_{item.ident}" + (" + layer" if item.device.table else "")
+    terms = [f"(char*)view.tensors[{at}]"]
+    terms += [f"device_{item.ident}_base"] if item.device.base != expr.ZERO else []
+    for stride in item.device.strides:
+        index = _index(stride.axis, "device", walk)
+        if index:
+            side = "view.stride" if stride.value is None else "device"
+            terms.append(f"{index} * {side}_{item.ident}_{stride.axis}")
+    return " + ".join(terms)
+
+
+# ---- kernels.cu -------------------------------------------------------------------------------
+
+
+def walks(lowered: Lowered) -> list[str]:
+    """Walks that every placed component of the pool has (`layer_` ones: every one with layers)."""
+    items = lowered.programs[0].items
+    names = ["pages"]
+    if lowered.programs[0].token_walk:
+        names.append("tokens")
+    if any(item.layers is not None for item in items):
+        names += [f"layer_{name}" for name in names]
+    return names
+
+
+def _has(item: Item, walk: str) -> bool:
+    return any(w.name == walk for w in item.walks)
+
+
+def kernels_view(lowered: Lowered) -> dict[str, Any]:
+    """What kernels.cu.jinja prints."""
+    items = lowered.programs[0].items
+    names = walks(lowered)
+    moves = [_move(item, name) for name in names for item in items if _has(item, name)]
+    return {
+        "pool": lowered.pool,
+        "items": [item.name for item in items],
+        "moves": moves,
+        "wholes": [_whole(items, name) for name in names],
+        "parts": [part for name in names for part in _parts(name)],
+    }
+
+
+def _move(item: Item, walk: str) -> dict[str, str]:
+    layered = walk.startswith("layer_")
+    layer = ", layer" if layered else ""
+    end = f"{item.ident}_{walk}"
+    return {
+        "comment": f"{item.name}, {WALK_WORDS[walk]}.",
+        "name": f"move_{end}",
+        "layer_parameter": ", const u32 layer" if layered else "",
+        "vector": f"vector_{end}",
+        "atom": f"atom_{end}",
+        "runs": f"runs_{end}",
+        "ids": f"pw::{ids_struct(walk)}",
+        "run": f"run_{end}(view, {host_id(walk)}, ids.device(id){layer}, "
+        "at / pw::divisor(vectors) % pw::divisor(runs))",
+    }
+
+
+def _whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
+    layered = walk.startswith("layer_")
+    bulk = walk.removeprefix("layer_")
+    calls = []
+    for item in items:
+        if _has(item, walk):
+            layer = ", layer" if layered else ""
+            calls.append(f"move_{item.ident}_{walk}<Way>(view, ids, count{layer});")
+        elif layered and _has(item, bulk):  # no layer axis: moves with the first layer
+            calls.append(f"if (layer == 0) move_{item.ident}_{bulk}<Way>(view, ids, count);")
+    return {
+        "comment": f"Every component, {WALK_WORDS[walk]}.",
+        "name": f"move_{walk}",
+        "ids": f"pw::{ids_struct(walk)}",
+        "layer_parameter": ", const u32 layer" if layered else "",
+        "calls": calls,
+    }
+
+
+def ids_struct(walk: str) -> str:
+    """What a walk reads ids from."""
+    return "TokenIds" if walk.endswith("tokens") else "PageIds"
+
+
+def host_id(walk: str) -> str:
+    return "ids.host(id, u32(page_size))" if walk.endswith("tokens") else "ids.host(id)"
+
+
+def ids_member(walk: str) -> str:
+    """How a kernel's parameter becomes what the walk reads."""
+    return "ids.tokens()" if walk.endswith("tokens") else "ids.pages()"
+
+
+def ids_types(walk: str) -> list[tuple[str, str]]:
+    """(suffix, type) of the id lists that kernels of a walk take."""
+    if walk.endswith("tokens"):
+        return [(str(ID_CAPACITIES[-1]), f"pw::Tokens<{ID_CAPACITIES[-1]}>")]
+    return [(str(n), f"pw::Pairs<{n}>") for n in ID_CAPACITIES]
+
+
+def parts(names: Sequence[str]) -> list[str]:
+    """Kernels that are compiled together; part k of a program is compiled with PW_PART=k."""
+    return [part for name in names for part in _part_names(name)]
+
+
+def _part_names(walk: str) -> list[str]:
+    return [f"load_{walk}"] if walk.startswith("layer_") else [f"write_back_{walk}", f"load_{walk}"]
+
+
+def _parts(walk: str) -> list[dict[str, Any]]:
+    return [
+        {"name": part, "kernels": [_kernel(walk, part, *ids) for ids in ids_types(walk)]}
+        for part in _part_names(walk)
+    ]
+
+
+def _kernel(walk: str, part: str, suffix: str, ids: str) -> dict[str, Any]:
+    way = "WriteBack" if part.startswith("write_back") else "Load"
+    if not walk.startswith("layer_"):
+        lines = [f"move_{walk}<pw::{way}>(view, {ids_member(walk)}, count);"]
+        return {"name": f"{part}_{suffix}", "ids": ids, "parameters": "", "lines": lines}
+    return {
+        "name": f"{part}_{suffix}",
+        "ids": ids,
+        "parameters": f", PW_PARAM pw::List<{LAYER_CAPACITY}> layers, u32* done",
+        "lines": [
+            "for (u32 n = 0; n < layers.count; ++n) {",
+            f"  move_{walk}<pw::Load>(view, {ids_member(walk)}, count, layers.at[n]);",
+            "  pw::arrive(done, n);",
+            "}",
+        ],
+    }
+
+
+# ---- host.cpp ---------------------------------------------------------------------------------
+
+
+def host_view(lowered: Lowered) -> dict[str, Any]:
+    """What host.cpp.jinja prints."""
+    items = lowered.programs[0].items
+    names = walks(lowered)
+    bulk = [name for name in names if not name.startswith("layer_")]
+    return {
+        "pool": lowered.pool,
+        "copies": [_copy(item, name) for name in names for item in items if _has(item, name)],
+        "programs": [
+            {
+                "qualified": qualified(lowered, program),
+                "described": described(program),
+            }
+            for program in lowered.programs
+        ],
+        "wholes": [_host_whole(items, name) for name in names],
+        "entries": [_entry(name, f"layer_{name}" in names) for name in bulk],
+        "lanes": [lane for name in names for lane in _lanes(name)],
+    }
+
+
+def _copy(item: Item, walk: str) -> dict[str, str]:
+    layered = walk.startswith("layer_")
+    end = f"{item.ident}_{walk}"
+    layer = ", layer" if layered else ""
+    return {
+        "comment": f"{item.name}, {WALK_WORDS[walk]}.",
+        "name": f"atoms_{end}",
+        "layer_parameter": ", u32 layer" if layered else "",
+        "runs": f"runs_{end}",
+        "atom": f"atom_{end}",
+        "run": f"run_{end}(view, u32(host_ids[id]), u32(device_ids[id]){layer}, "
+        "u32(at % pw::divisor(i64(runs))))",
+    }
+
+
+def described(program: Program) -> list[str]:
+    """Constants of a program, in the order of `description.numbers`."""
+    values = ["host_bytes(pages)", "page_bytes"]
+    for item in program.items:
+        for name, value in _host_steps(item):
+            values.append(f"{name}(pages)" if "pages" in expr.symbols(value) else name)
+        values.append(f"device_{item.ident}_base")
+        values += [f"device_{item.ident}_{s.axis}" for s in item.device.strides if s.value is not None]
+        for walk in item.walks:
+            values += [walk_name(kind, item, walk) for kind in ("atom", "runs", "vector")]
+    return values
+
+
+def _host_whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
+    layered = walk.startswith("layer_")
+    bulk = walk.removeprefix("layer_")
+    calls = []
+    for item in items:
+        if _has(item, walk):
+            layer = ", layer" if layered else ""
+            calls.append(
+                f"atoms_{item.ident}_{walk}<Way>(view, host_ids, device_ids, count{layer}, threads);"
+            )
+        elif layered and _has(item, bulk):  # no layer axis: moves with the first layer
+            call = f"atoms_{item.ident}_{bulk}<Way>(view, host_ids, device_ids, count, threads);"
+            calls.append(f"if (layer == 0) {call}")
+    return {"name": f"atoms_{walk}_all", "layer_parameter": ", u32 layer" if layered else "", "calls": calls}
+
+
+def _entry(walk: str, layered: bool) -> dict[str, Any]:
+    def both(name: str, extra: str, indent: str = "") -> list[str]:
+        return [
+            f"{indent}if (load) {name}<pw::Load>(*view, host_ids, device_ids, count{extra}, threads);",
+            f"{indent}else {name}<pw::WriteBack>(*view, host_ids, device_ids, count{extra}, threads);",
+        ]
+
+    lines = ["if (layers == nullptr) {", *both(f"atoms_{walk}_all", "", "  "), "  return;", "}"]
+    if layered:
+        lines += [
+            "for (u64 n = 0; n < layer_count; ++n) {",
+            *both(f"atoms_layer_{walk}_all", ", u32(layers[n])", "  "),
+            "}",
+        ]
+    else:
+        lines.append("(void)layer_count;")
+    comment = f"Moves {WALK_WORDS[walk].replace('one', 'every').replace(' an id', ' named by the ids')}"
+    return {
+        "name": f"atoms_{walk}",
+        "comment": comment + ("; with `layers`, only those." if layered else "."),
+        "lines": lines,
+    }
+
+
+def _lanes(walk: str) -> list[dict[str, Any]]:
+    made = []
+    for suffix, ids in ids_types(walk):
+        head = [
+            "const View& view = *(const View*)params[0];",
+            f"const {ids}& ids = *(const {ids}*)params[1];",
+            "const u32 count = *(const u32*)params[2];",
+        ]
+        if walk.startswith("layer_"):
+            made.append({"name": f"lanes_load_{walk}_{suffix}", "lines": head + _layer_lanes(walk)})
+            continue
+        for way in ("write_back", "load"):
+            call = f"pw::each_lane(grid, block, [&] {{ {way}_{walk}_{suffix}(view, ids, count); }});"
+            made.append({"name": f"lanes_{way}_{walk}_{suffix}", "lines": [*head, call]})
+    return made
+
+
+def _layer_lanes(walk: str) -> list[str]:
+    """A kernel that counts its progress is played phase by phase: all lanes of a layer, then its count."""
+    return [
+        f"const pw::List<{LAYER_CAPACITY}>& layers = *(const pw::List<{LAYER_CAPACITY}>*)params[3];",
+        "u32* const done = *(u32**)params[4];",
+        "for (u32 n = 0; n < layers.count; ++n) {",
+        "  const u32 layer = layers.at[n];",
+        f"  const auto body = [&] {{ move_{walk}<pw::Load>(view, {ids_member(walk)}, count, layer); }};",
+        "  pw::each_lane(grid, block, body);",
+        "  if (done != nullptr) done[n] += grid;",
+        "}",
+    ]

@@ -1,0 +1,387 @@
+"""Prepares the Python side of a pool for its template: pool.py.
+
+In: `ir.Lowered`. Out: dictionaries of finished lines. The formulas are those of layout.h through the
+other printer; a pool compares both when it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from poolwright.codegen import expr, lower, render_cpp
+from poolwright.codegen.expr import Expr
+from poolwright.codegen.ir import Form, Item, Layout, Lowered, Pool, Program
+from poolwright.codegen.render_cpp import name_of
+
+
+DESCRIPTION = (
+    *("Component", "DevicePart", "Form", "HostLayout", "HostPart", "Layout", "PageRanges", "Param"),
+    *("PoolSpec", "Program", "Record", "Walk", "align_up", "gcd"),
+)
+ALWAYS = ("DevicePart", "HostLayout", "PoolSpec", "Walk")
+"""Names that every pool.py takes from the runtime; of DESCRIPTION it imports only those it uses."""
+
+
+def py(value: Expr) -> str:
+    return expr.to_python(value, name=name_of)
+
+
+def pool_view(lowered: Lowered) -> dict[str, Any]:
+    """What pool.py.jinja prints."""
+    pool = lowered.pool
+    view = {
+        "pool": pool,
+        "families": [_family(lowered, choice) for choice in lower.choices(pool)],
+        "layouts": [_layout(lowered, layout) for layout in pool.layouts],
+        "forms": [_form(lowered, form) for form in pool.forms],
+        "programs": [_program(program) for program in _symbolic(lowered)],
+        "spec": _spec(lowered),
+        "doc": _doc(pool),
+        "init": _init(lowered),
+        "required": _required(lowered),
+        "staging": _staging(lowered),
+    }
+    text = str(view)
+    view["imports"] = [name for name in DESCRIPTION if f"{name}(" in text or name in ALWAYS]
+    return view
+
+
+def _symbolic(lowered: Lowered) -> list[Program]:
+    """One program per form and layout: their formulas are the same for every variant."""
+    first = lowered.programs[0].variant
+    return [program for program in lowered.programs if program.variant == first]
+
+
+def _locals(values: Iterable[Expr], known: Iterable[str] = ()) -> list[str]:
+    """Assignments that bring the symbols of these expressions in from `sizes`."""
+    names = sorted({name for value in values for name in expr.symbols(value)} - set(known))
+    return [f'{name_of(name)} = sizes["{name_of(name)}"]' for name in names]
+
+
+# ---- formulas ---------------------------------------------------------------------------------
+
+
+def family_function(choice: Sequence[tuple[str, str]]) -> str:
+    return "_".join(filter(None, ["extents", render_cpp.family_name(choice)]))
+
+
+def _family(lowered: Lowered, choice: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    filled = lower.specialise(lowered.pool, choice)
+    values = lower.extents(filled)
+    conditions = [(f"present_{c.ident}", c.when) for c in filled.components if c.when is not None]
+    named = {name for name, _ in (*values, *conditions)}
+    used = {s for _, v in values for s in expr.symbols(v)} | {
+        s for _, c in conditions for s in expr.symbols(c)
+    }
+    used |= {s for cond in filled.require for s in expr.symbols(cond)}
+    lines = [f'{name_of(n)} = sizes["{name_of(n)}"]' for n in sorted(used - named)]
+    lines += [f"{name} = int({expr.cond_to_python(c, name=name_of)})" for name, c in conditions]
+    lines += [f"{name} = {py(value)}" for name, value in values]
+    entries = [f'"{name}": {name},' for name, _ in (*values, *conditions)]
+    lines += ["return {", *(f"    {entry}" for entry in entries), "}"]
+    of = f" in variant {', '.join(value for _, value in choice)}" if choice else ""
+    return {"function": family_function(choice), "of": of, "lines": lines}
+
+
+def _layout(lowered: Lowered, layout: Layout) -> dict[str, Any]:
+    program = next(p for p in lowered.programs if p.layout is layout)
+    values = [program.host_bytes, program.page_bytes]
+    for item in program.items:
+        values += [item.host.base, *(s.value for s in item.host.strides if s.value is not None)]
+        values += [axis.extent for axis in item.host.axes if axis.name != "page"]
+    for item_range in program.ranges:
+        values += [item_range.nbytes, *(e for axis, s in item_range.left for e in (axis.extent, s))]
+    lines = _locals(values, known=["pages"])
+    lines += ["return HostLayout("]
+    lines += [
+        f"    nbytes={py(program.host_bytes)},",
+        f"    page_bytes={py(program.page_bytes)},",
+        "    parts=(",
+    ]
+    for item in program.items:
+        lines += _host_part(item)
+    lines += ["    ),", "    ranges=("]
+    for item_range in program.ranges:
+        left = ", ".join(f"({py(axis.extent)}, {py(step)})" for axis, step in item_range.left)
+        name = "None" if item_range.item is None else f'"{item_range.item}"'
+        comma = "," if len(item_range.left) == 1 else ""
+        lines.append(
+            f"        PageRanges({name}, base={py(item_range.base)}, left=({left}{comma}), "
+            f"nbytes={py(item_range.nbytes)}),"
+        )
+    lines += ["    ),", ")"]
+    return {
+        "function": f"host_{layout.name}",
+        "name": layout.name,
+        "order": f"[{', '.join(layout.order)}]",
+        "lines": lines,
+    }
+
+
+def _host_part(item: Item) -> list[str]:
+    lines = [f'        HostPart("{item.ident}", base={py(item.host.base)}, axes=(']
+    for axis, stride in zip(item.host.axes, item.host.strides, strict=True):
+        assert stride.value is not None
+        extent = "pages" if axis.name == "page" else py(axis.extent)
+        lines.append(f'            ("{axis.name}", {extent}, {py(stride.value)}),')
+    return [*lines, "        )),"]
+
+
+def _form(lowered: Lowered, form: Form) -> dict[str, Any]:
+    program = next(p for p in lowered.programs if p.form is form)
+    values: list[Expr] = []
+    for item in program.items:
+        values += [item.device.base, *(s.value for s in item.device.strides if s.value is not None)]
+        values += [axis.extent for axis in item.device.axes if axis.name != "page"]
+        values += [axis.extent for axis in item.device.table]
+    lines = [*_locals(values), "return ("]
+    for item in program.items:
+        table = f", table={py(item.device.table[0].extent)}" if item.device.table else ""
+        lines.append(f'    DevicePart("{item.ident}", base={py(item.device.base)}{table}, axes=(')
+        for axis, stride in zip(item.device.axes, item.device.strides, strict=True):
+            extent = "None" if axis.name == "page" else py(axis.extent)
+            step = "None" if stride.value is None else py(stride.value)
+            lines.append(f'        ("{axis.name}", {extent}, {step}),')
+        lines.append("    )),")
+    lines.append(")")
+    return {
+        "function": f"device_{form.name}",
+        "name": form.name,
+        "order": f"tensors [{', '.join(form.tensors)}], each [{', '.join(form.order)}]",
+        "lines": lines,
+    }
+
+
+def _program(program: Program) -> dict[str, Any]:
+    values = [e for i in program.items for w in i.walks for e in (w.atom_bytes, w.runs, w.grain)]
+    lines = [*_locals(values), "return ("]
+    for item in program.items:
+        for walk in item.walks:
+            lines.append(
+                f'    Walk("{item.ident}", "{walk.name}", atom={py(walk.atom_bytes)}, '
+                f"runs={py(walk.runs)}, grain={py(walk.grain)}),"
+            )
+    lines.append(")")
+    return {
+        "function": f"walks_{program.form.name}_{program.layout.name}",
+        "form": program.form.name,
+        "layout": program.layout.name,
+        "lines": lines,
+    }
+
+
+# ---- the spec as data -------------------------------------------------------------------------
+
+
+def _strings(values: Iterable[str]) -> str:
+    items = [f'"{value}"' for value in values]
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+def _spec(lowered: Lowered) -> list[str]:
+    pool = lowered.pool
+    held = {name for record in pool.records for name in record.holds}
+    lines = [
+        f'name="{pool.name}",',
+        f'source="{pool.source}",',
+        f'unit="{pool.index.unit}",',
+        f'updates="{pool.updates}",',
+    ]
+    lines += ["params=(", *(f"    {_param(p)}," for p in pool.params), "),"]
+    lines += ["dtypes={", *(f'    "{name}": {_strings(allowed)},' for name, allowed in pool.dtypes), "},"]
+    lines.append("components=(")
+    for c in pool.components:
+        size = f'group="{c.storage.group}"' if c.storage.group else f'dtype="{c.storage.dtype}"'
+        dims = _strings(dim.name for dim in _split(pool, c.dims))
+        extra = "" if c.layers == "layers" else f", layers={c.layers!r}".replace("'", '"')
+        extra += "" if c.token else ", token=False"
+        extra += "" if c.when is None else f', present="present_{c.ident}"'
+        extra += "" if c.align is None else f', align="{py(c.align)}"'
+        extra += ", held=True" if c.name in held else ""
+        lines.append(f'    Component("{c.name}", "{c.ident}", dims={dims}, {size}{extra}),')
+    lines += ["),", "records=("]
+    lines += [f"    {_record(pool, i)}," for i in range(len(pool.records))]
+    lines += ["),", "forms={"]
+    for f in pool.forms:
+        extra = f", any_stride={_strings(f.any_stride)}" if f.any_stride else ""
+        extra += f", base={py(f.base)}" if f.base is not None else ""
+        lines.append(
+            f'    "{f.name}": Form({_strings(f.tensors)}, {_strings(f.order)}, device_{f.name}{extra}),'
+        )
+    lines += ["},", "layouts={"]
+    lines += [f'    "{y.name}": Layout({_strings(y.order)}, host_{y.name}),' for y in pool.layouts]
+    lines += ["},", "programs={"]
+    lines += [
+        f'    ("{p.form.name}", "{p.layout.name}"): Program("{render_cpp.local_name(p)}", '
+        f"walks_{p.form.name}_{p.layout.name}, tokens={p.token_walk}),"
+        for p in _symbolic(lowered)
+    ]
+    lines += ["},", "extents={"]
+    for choice in lower.choices(pool):
+        lines.append(f"    {_strings(value for _, value in choice)}: {family_function(choice)},")
+    lines.append("},")
+    lines.append("parts=" + _strings(render_cpp.parts(render_cpp.walks(lowered))) + ",")
+    lines += _rest(pool)
+    return lines
+
+
+def _split(pool: Pool, dims: Any) -> Any:
+    from poolwright.codegen.algebra import split_dims
+
+    return split_dims(pool, dims)
+
+
+def _rest(pool: Pool) -> list[str]:
+    lines = []
+    if pool.variants:
+        entries = ", ".join(f'"{v.name}": {_strings(c for c, _ in v.choices)}' for v in pool.variants)
+        lines.append(f"variants={{{entries}}},")
+    if pool.splits:
+        pairs = ", ".join(f'"{name}": {_strings(d.name for d in parts)}' for name, parts in pool.splits)
+        lines.append(f"splits={{{pairs}}},")
+    if pool.require:
+        names = sorted({n for c in pool.require for n in expr.symbols(c)})
+        arguments = ", ".join(name_of(n) for n in names)
+        lines.append("require=(")
+        for cond in pool.require:
+            text = expr.cond_to_python(cond, name=name_of)
+            lines.append(
+                f'    ("{text}", {_strings(name_of(n) for n in names)}, lambda {arguments}: {text}),'
+            )
+        lines.append("),")
+    for name, values in (("reserved", pool.reserved), ("not_carried", pool.not_carried), ("tag", pool.tag)):
+        if values:
+            shown = ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in values)
+            lines.append(f"{name}=({shown}{',' if len(values) == 1 else ''}),")
+    if pool.valid_if is not None:
+        lines.append(f'valid_if="{pool.valid_if}",')
+    lists = [name for name in {c.layers for c in pool.components} - {None, "layers"} if name]
+    if lists:
+        lines.append(f"layer_lists={_strings(sorted(lists))},")
+    return lines
+
+
+def _param(param: Any) -> str:
+    parts = [f'"{param.name}"']
+    parts += [f"min={param.min}"] if param.min is not None else []
+    parts += [f"max={param.max}"] if param.max is not None else []
+    parts += [f"one_of=({', '.join(map(str, param.one_of))},)"] if param.one_of else []
+    parts += [f"length={param.length}"] if param.length is not None else []
+    if param.equals is not None:
+        names = sorted(expr.symbols(param.equals))
+        parts.append(
+            f"equals=({_strings(map(name_of, names))}, "
+            f"lambda {', '.join(map(name_of, names))}: {py(param.equals)})"
+        )
+    return f"Param({', '.join(parts)})"
+
+
+def _record(pool: Pool, index: int) -> str:
+    record = pool.records[index]
+    inner = record.inner
+    orders = []
+    for choice in lower.choices(pool):
+        filled = lower.specialise(pool, choice).records[index]
+        inner = filled.inner
+        orders.append(f"{_strings(value for _, value in choice)}: {_strings(inner)}")
+    named = f'"{record.name}", "{record.ident}", holds={_strings(record.holds)}'
+    return f"Record({named}, inner={{{', '.join(orders)}}})"
+
+
+# ---- the class --------------------------------------------------------------------------------
+
+
+def _doc(pool: Pool) -> dict[str, Any]:
+    unit = {"token": "a token; `page_size` tokens are a page"}.get(pool.index.unit, f"a {pool.index.unit}")
+    lines = []
+    for c in pool.components:
+        size = c.storage.group or c.storage.dtype
+        dims = ", ".join(f"{dim.name}={py(dim.size)}" for dim in c.dims)
+        where = ", ".join(
+            filter(None, ["token" if pool.has_tokens and c.token else "", "layer" if c.layers else ""])
+        )
+        lines.append(
+            f"`{c.name}`: ({dims}) of dtype {size}"
+            + (f" for each {where.replace(', ', ' and ')}." if where else ".")
+        )
+    return {"index": f"An index is {unit}.", "components": lines}
+
+
+def dtype_arguments(pool: Pool) -> list[tuple[str, str]]:
+    """(argument, dtype group): one group is simply `dtype`."""
+    if len(pool.dtypes) == 1:
+        return [("dtype", pool.dtypes[0][0])]
+    return [(f"{name}_dtype", name) for name, _ in pool.dtypes]
+
+
+def _shape(lowered: Lowered) -> tuple[list[str], list[str]]:
+    """Constructor parameters that decide sizes, and how they are handed on."""
+    pool = lowered.pool
+    given = [p for p in pool.params if p.equals is None]
+    parameters = [f"{p.name}: {'int' if p.length is None else 'Iterable[int]'}," for p in given]
+    parameters += [f"{argument}: torch.dtype," for argument, _ in dtype_arguments(pool)]
+    parameters.append("layers: Iterable[int],")
+    lists = [name for name in render_cpp.layer_lists(lowered) if name != "layers"]
+    parameters += [f"{name}: Iterable[int]," for name in lists]
+    parameters += [f"{v.name}: str," for v in pool.variants]
+    if pool.has_tokens or pool.index.space is not None:
+        parameters.append("page_size: int,")
+    parameters.append(f'layout: str = "{pool.layouts[0].name}",')
+    parameters.append(f'form: str = "{pool.forms[0].name}",')
+    arguments = ["params={" + ", ".join(f'"{p.name}": {p.name}' for p in given) + "},"]
+    arguments.append(
+        "dtypes={" + ", ".join(f'"{group}": {argument}' for argument, group in dtype_arguments(pool)) + "},"
+    )
+    arguments.append("layers={" + ", ".join(f'"{name}": {name}' for name in ["layers", *lists]) + "},")
+    arguments.append("variants={" + ", ".join(f'"{v.name}": {v.name}' for v in pool.variants) + "},")
+    arguments.append("page_size=" + ("page_size," if "page_size: int," in parameters else "1,"))
+    return parameters, [*arguments, "layout=layout,", "form=form,"]
+
+
+CAPACITY = ["capacity_pages: int | None = None,", "capacity_bytes: int | None = None,"]
+RUNTIME = [
+    'device: str | torch.device = "cpu",',
+    "require: str | None = None,",
+    "hugepages: bool | None = None,",
+]
+
+
+def _hand(parameters: Sequence[str]) -> list[str]:
+    return [f"{p.split(':')[0]}={p.split(':')[0]}," for p in parameters]
+
+
+def _init(lowered: Lowered) -> dict[str, Any]:
+    parameters, arguments = _shape(lowered)
+    more = [
+        *CAPACITY,
+        "staging_bytes: int = HostPool.STAGING_BYTES,",
+        "capture_bytes: int | None = None,",
+        *RUNTIME,
+    ]
+    return {"parameters": parameters + more, "arguments": arguments + _hand(more)}
+
+
+def _required(lowered: Lowered) -> dict[str, Any]:
+    parameters, arguments = _shape(lowered)
+    more = [*CAPACITY, "staging_bytes: int = HostPool.STAGING_BYTES,"]
+    return {"parameters": parameters + more, "arguments": arguments + _hand(more)}
+
+
+def _staging(lowered: Lowered) -> list[str]:
+    """The body of `_init_write_back_staging_buffers`: the buffer, then one view a component."""
+    lines = ["self.staging = None", "self.staging_pages = 0"]
+    items = lowered.programs[0].items
+    lines += [f"self.staging_{item.ident}: torch.Tensor | None = None" for item in items]
+    lines += [
+        "self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()",
+        "if not self.can_use_write_back_jit:",
+        "    return",
+        "self.staging_pages = self._staging_capacity()",
+        "layout = self.host_layout(self.staging_pages)",
+        "self.staging = self._allocate_staging(layout.nbytes)",
+    ]
+    lines += [
+        f'self.staging_{item.ident} = self._view(self.staging, layout, "{item.ident}")' for item in items
+    ]
+    return lines

@@ -1,0 +1,203 @@
+"""What carries a pool's transfers on its device: driver, compiled code, and the report of what can run."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from poolwright.runtime import binding, env, jit
+from poolwright.runtime.binding import Binding, Bound
+from poolwright.runtime.choice import Availability
+from poolwright.runtime.description import DevicePart
+from poolwright.runtime.driver import Driver, Kernels
+from poolwright.runtime.driver.host import HostDriver, HostKernels
+from poolwright.runtime.errors import BackendUnavailable, CompileError
+from poolwright.runtime.memory import Registrar
+from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.transfer import Engine
+
+if TYPE_CHECKING:
+    from poolwright.runtime.pool import HostPool
+
+REQUIREMENTS = ("cuda", "host")
+
+
+class Backend:
+    """Compiles a program for a device and says which paths can run."""
+
+    def __init__(self, program: SizedProgram, device: torch.device, require: str | None) -> None:
+        if require is not None and require not in REQUIREMENTS:
+            raise ValueError(f"{program.spec.name}: require: expected cuda or host, got {require!r}")
+        self.program, self.device = program, device
+        if require == "cuda" and device.type != "cuda":
+            raise BackendUnavailable(
+                f"{program.spec.name} on CUDA", f"the pool's device is {device}", 'pass device="cuda:0"'
+            )
+        self.driver = driver_for(program.spec.name, device)
+        self._align: int | None = None
+        self._kernels: Kernels | None = None
+        self._library: ctypes.CDLL | None = None
+        self._why_not: CompileError | BackendUnavailable | None = None
+        self.compile(16)
+        if require is not None and self._why_not is not None:
+            raise self._why_not
+        self.range_count = sum(math.prod(extent for extent, _ in r.left) for r in program.host(1).ranges)
+
+    def compile(self, align: int) -> None:
+        """Compile for addresses that are multiples of `align`. A failure is kept for the report."""
+        if align == self._align:
+            return
+        self._align, self._kernels, self._library, self._why_not = align, None, None, None
+        try:
+            if self.device.type == "cuda":
+                self._kernels = self._cuda_kernels(align)
+            else:
+                self._library = self._host_library("atoms", align)
+                self._kernels = HostKernels(lambda: self._host_library("lanes", align))
+        except (CompileError, BackendUnavailable) as error:
+            self._why_not = error
+
+    def _host_library(self, kind: str, align: int) -> ctypes.CDLL:
+        library = jit.load_host(jit.host_libraries([self.program.unit(kind, align)])[0])
+        self.program.check(library, align)
+        return library
+
+    def _cuda_kernels(self, align: int) -> Kernels:
+        from poolwright.runtime.driver.cuda import CudaKernels
+
+        arch = env.text("CUDA_ARCH") or _arch_of(self.device)
+        units = [self.program.unit(part, align) for part in self.program.parts]
+        with ThreadPoolExecutor(len(units)) as pool:  # NVRTC compiles outside the interpreter's lock
+            cubins = list(pool.map(lambda unit: jit.cubin(unit, arch), units))
+        with self.driver.guard():
+            return CudaKernels(cubins)
+
+    def engine(self) -> Engine:
+        """What transfers run on, as compiled now."""
+        threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
+        return Engine(self.driver, self._kernels, self._library, threads)
+
+    def registrar(self) -> Registrar | None:
+        """What pins host memory; None where nothing needs to be pinned."""
+        return self.driver if self.device.type == "cuda" else None
+
+    def report(self) -> tuple[Availability, ...]:
+        """Every path and whether it can run."""
+        cuda = self.device.type == "cuda"
+        last = Availability("torch", True, "indexing, the last resort")
+        if self._why_not is not None:
+            why, mend = str(self._why_not), self._why_not.command
+            return (*(Availability(p, False, why, mend) for p in ("zero_copy", "staged", "host")), last)
+        built = "kernels compiled" if cuda else "kernels are played on the CPU"
+        twin = Availability("host", True, "CPU twin compiled")
+        if cuda:
+            twin = Availability("host", False, "the CPU cannot reach device tensors")
+        return (Availability("zero_copy", True, built), Availability("staged", True, built), twin, last)
+
+    # ---- binding
+
+    def bind(self, pool: HostPool, tensors: Mapping[str, object], layer_ids: Sequence[int]) -> Binding:
+        """Check and bind an engine's tensors. Raises ValueError."""
+        spec, form = self.program.spec, self.program.spec.forms[self.program.form]
+        parts = [p for p in self.program.device if self.program.present(p.ident)]
+        names = {p.ident: self._name(p.ident) for p in self.program.device}
+        together = not {"component", "record"} & set(form.tensors)
+        wanted = [spec.name] if together else [names[p.ident] for p in parts]
+        binding.claim(spec, wanted, tensors)
+        bound: dict[str, Bound] = {}
+        for at, part in enumerate(parts):
+            given = tensors[spec.name] if together else tensors[names[part.ident]]
+            rows = self._rows(pool, names[part.ident], part, given, layer_ids)
+            if together:
+                rows = [_component_of(form.order, row, at, len(parts)) for row in rows]
+            self._check_device(names[part.ident], rows)
+            bound[part.ident] = binding.bind_part(
+                spec.name,
+                names[part.ident],
+                part,
+                rows,
+                self.program.dtype(pool.dtypes, part.ident),
+                form.base,
+            )
+        table: list[int] = []
+        strides: list[int] = []
+        for part in self.program.device:
+            found = bound.get(part.ident)
+            count = 1 if part.table is None else part.table
+            dynamic = sum(step is None for _, _, step in part.axes)
+            table += found.addresses if found else (0,) * count
+            strides += found.strides if found else (0,) * dynamic
+        pages = min((b.pages for b in bound.values()), default=0)
+        bases = [address + part.base for part in parts for address in bound[part.ident].addresses]
+        return Binding(
+            tensors=tuple(t for t in tensors.values() if isinstance(t, torch.Tensor))
+            + tuple(t for v in tensors.values() if isinstance(v, Sequence) for t in v),
+            table=tuple(table),
+            strides=tuple(strides),
+            pages=pages,
+            align=binding.alignment([*bases, *strides]),
+            views={ident: b.views for ident, b in bound.items()},
+        )
+
+    def _name(self, ident: str) -> str:
+        spec = self.program.spec
+        names = {c.ident: c.name for c in spec.components} | {r.ident: r.name for r in spec.records}
+        return names[ident]
+
+    def _rows(
+        self, pool: HostPool, name: str, part: DevicePart, given: object, layer_ids: Sequence[int]
+    ) -> list[torch.Tensor]:
+        spec = self.program.spec
+        if part.table is not None:
+            return binding.layer_tensors(spec.name, name, given, pool.layers, layer_ids)
+        if isinstance(given, Sequence) and len(given) == 1:
+            given = given[0]
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{spec.name}: {name}: expected one tensor, got {type(given).__name__}")
+        if any(axis == "layer" for axis, _, _ in part.axes) and tuple(layer_ids) != pool.layers:
+            raise ValueError(
+                f"{spec.name}: {name}: one tensor holds all layers, so layer_ids must be "
+                f"{list(pool.layers)}, got {list(layer_ids)}"
+            )
+        return [given]
+
+    def _check_device(self, name: str, rows: Sequence[torch.Tensor]) -> None:
+        for row in rows:
+            if row.device.type != self.device.type or (
+                self.device.index is not None and row.device.index != self.device.index
+            ):
+                raise ValueError(
+                    f"{self.program.spec.name}: {name}: device: expected {self.device}, got {row.device}"
+                )
+
+
+def _component_of(order: Sequence[str], tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:
+    """One component's slice of a tensor that holds all of them along an axis."""
+    axis = next(i for i, name in enumerate(order) if name in ("component", "record"))
+    if tensor.dim() <= axis or tensor.shape[axis] != count:
+        raise ValueError(
+            f"axis {axis} of the tensor: expected {count} components, got shape {tuple(tensor.shape)}"
+        )
+    return tensor.select(axis, at)
+
+
+def driver_for(pool: str, device: torch.device) -> Driver:
+    """The driver of a device. Raises BackendUnavailable."""
+    if device.type == "cpu":
+        return HostDriver()
+    if device.type == "cuda":
+        from poolwright.runtime.driver.cuda import cuda_driver
+
+        return cuda_driver(device)
+    raise BackendUnavailable(f"{pool} on {device}", "only cpu and cuda have a driver", 'pass device="cpu"')
+
+
+def _arch_of(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

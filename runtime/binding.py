@@ -1,0 +1,181 @@
+"""Binds an engine's tensors to a pool: shapes, dtypes, strides and devices checked, addresses taken.
+
+In: tensors by component (a list over layers, or one tensor). Out: `Binding`: the table of addresses and
+the strides that kernels take, the torch views that the last-resort path takes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from poolwright.runtime.description import DevicePart, PoolSpec
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Bound tensors. `views[ident]`: one tensor's bytes for each table entry; axes of the part, then byte."""
+
+    tensors: tuple[torch.Tensor, ...]
+    table: tuple[int, ...]
+    strides: tuple[int, ...]
+    pages: int
+    align: int
+    views: Mapping[str, tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor must be: (axis, extent or None, bytes a step or None), outermost first."""
+
+    name: str
+    axes: tuple[tuple[str, int | None, int | None], ...]
+    dtype: torch.dtype
+
+
+def match(pool: str, expected: Expected, tensor: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """Pages that the tensor holds, and bytes a step of every axis.
+
+    Neighbouring axes may be merged, axes of extent 1 may be there or not, there may be more rows than
+    pages need. Raises ValueError naming the dimension, what was expected and what was got.
+    """
+    if tensor.dtype != expected.dtype:
+        raise ValueError(f"{pool}: {expected.name}: dtype: expected {expected.dtype}, got {tensor.dtype}")
+    size = tensor.element_size()
+    shape = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    dims = [(index, extent, step * size) for index, (extent, step) in shape if extent != 1]
+    axes = [axis for axis in expected.axes if axis[1] != 1]
+    strides = {name: 0 for name, extent, _ in expected.axes if extent == 1}
+    pages = 1
+    while axes and dims:
+        index, extent, step = dims.pop()
+        while axes and extent != 1:
+            name, want, packed = axes.pop()
+            if packed is not None and packed != step:
+                raise ValueError(
+                    f"{pool}: {expected.name}: stride of {name} (shape#{index}): expected {packed} bytes, "
+                    f"got {step}; this form takes packed rows only"
+                )
+            strides[name] = step
+            if want is None:
+                pages, extent = extent, 1
+                continue
+            rows_left_over = bool(axes) and axes[-1][1] is None  # rows that fill no whole page
+            if extent % want and not rows_left_over:
+                raise _shape(pool, expected, tensor)
+            extent, step = extent // want, step * want
+            if extent == 0:
+                axes.pop()
+                pages, strides["page"], extent = 0, step, 1
+        if extent != 1:
+            raise _shape(pool, expected, tensor)
+    if dims or any(want is not None for _, want, _ in axes):
+        raise _shape(pool, expected, tensor)
+    strides |= {name: packed or 0 for name, _, packed in axes}
+    return pages, strides
+
+
+def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
+    want = ", ".join(f"{name}={'any' if extent is None else extent}" for name, extent, _ in expected.axes)
+    return ValueError(
+        f"{pool}: {expected.name}: shape: expected [{want}] (neighbours may be merged), "
+        f"got {tuple(tensor.shape)}"
+    )
+
+
+def alignment(values: Sequence[int]) -> int:
+    """Largest power of two up to 16 that divides all values."""
+    return math.gcd(16, *values)
+
+
+def claim(spec: PoolSpec, names: Sequence[str], given: Mapping[str, object]) -> None:
+    """Every tensor is a component's or named in `not_carried`, and no component is missing."""
+    for name in given:
+        if name not in names and not any(fnmatch.fnmatchcase(name, p) for p in spec.not_carried):
+            known = ", ".join(names)
+            raise ValueError(
+                f"{spec.name}: tensor {name!r} belongs to no component ({known}); name it in not_carried of "
+                f"{spec.source} if it must not be kept"
+            )
+    for name in names:
+        if name not in given:
+            raise ValueError(
+                f"{spec.name}: no tensor for component {name!r}, got {', '.join(given) or 'none'}"
+            )
+
+
+def layer_tensors(
+    pool: str, name: str, given: object, wanted: Sequence[int], ids: Sequence[int]
+) -> list[torch.Tensor]:
+    """One tensor for each wanted layer id. `given`: a sequence in the order of `ids`, or a mapping by id."""
+    if isinstance(given, Mapping):
+        by_id = dict(given)
+    elif isinstance(given, Sequence) or isinstance(given, torch.Tensor):
+        rows = list(given)
+        if len(rows) != len(ids):
+            raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}")
+        by_id = dict(zip(ids, rows, strict=True))
+    else:
+        raise ValueError(f"{pool}: {name}: expected one tensor a layer, got {type(given).__name__}")
+    missing = [layer for layer in wanted if layer not in by_id]
+    if missing:
+        raise ValueError(f"{pool}: {name}: no tensor for layer {missing[0]}, got layers {sorted(by_id)}")
+    return [by_id[layer] for layer in wanted]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One component bound: addresses for the table, dynamic strides in order, pages, views."""
+
+    addresses: tuple[int, ...]
+    strides: tuple[int, ...]
+    pages: int
+    views: tuple[torch.Tensor, ...]
+
+
+def bind_part(
+    pool: str,
+    name: str,
+    part: DevicePart,
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    first_row: int,
+) -> Bound:
+    """Check and bind the tensors of one component (one for each entry of its table)."""
+    expected = Expected(name, part.axes, dtype)
+    found = [match(pool, expected, tensor) for tensor in tensors]
+    pages = min((count for count, _ in found), default=0)
+    steps = found[0][1] if found else {axis: 0 for axis, _, _ in part.axes}
+    for at, (_, other) in enumerate(found):
+        for axis, _, packed in part.axes:
+            if packed is None and other[axis] != steps[axis]:
+                raise ValueError(
+                    f"{pool}: {name}: stride of {axis}: tensor {at} has {other[axis]} bytes, tensor 0 "
+                    f"{steps[axis]}; all layers need one stride"
+                )
+    row = steps.get("token") or steps.get("page") or 0
+    skip = first_row * row
+    pages -= -(-first_row // next((e for a, e, _ in part.axes if a == "token" and e), 1))
+    views = tuple(_as_axes(t, part, max(pages, 0), steps, skip) for t in tensors)
+    return Bound(
+        addresses=tuple(t.data_ptr() + skip for t in tensors),
+        strides=tuple(steps[axis] for axis, _, packed in part.axes if packed is None),
+        pages=max(pages, 0),
+        views=views,
+    )
+
+
+def _as_axes(
+    tensor: torch.Tensor, part: DevicePart, pages: int, steps: Mapping[str, int], skip: int
+) -> torch.Tensor:
+    """The tensor's bytes seen with exactly the axes of the part, and the bytes of one item last."""
+    size = tensor.element_size()
+    shape = [pages if extent is None else extent for _, extent, _ in part.axes]
+    strides = [steps[axis] for axis, _, _ in part.axes]
+    seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * size + skip
+    return seen.set_(tensor.untyped_storage(), offset, [*shape, size], [*strides, 1])

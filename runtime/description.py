@@ -1,0 +1,269 @@
+"""What generated code says of a pool: names, axes and orders as data, sizes as numbers.
+
+The first half is filled in by a generated pool.py (`PoolSpec` and its parts). The second half is what
+its formulas return for one set of sizes (`HostLayout`, `DevicePart`, `Walk`). Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Sizes = Mapping[str, int]
+Order = tuple[str, ...]
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The next multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+def gcd(left: int, right: int) -> int:
+    return math.gcd(left, right)
+
+
+# ---- the spec as data -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Param:
+    """A constructor parameter and its bounds; `equals`: derived from the named sizes, not given."""
+
+    name: str
+    min: int | None = None
+    max: int | None = None
+    one_of: tuple[int, ...] = ()
+    equals: tuple[tuple[str, ...], Callable[..., int]] | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Component:
+    """One kind of buffer: element `dims`, a dtype `group` or fixed `dtype`, its layer list."""
+
+    name: str
+    ident: str
+    dims: tuple[str, ...]
+    group: str | None = None
+    dtype: str | None = None
+    layers: str | None = "layers"
+    token: bool = True
+    present: str | None = None
+    align: str | None = None
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """Components in one padded row; `inner`: their axis order for each combination of variants."""
+
+    name: str
+    ident: str
+    holds: tuple[str, ...]
+    inner: Mapping[tuple[str, ...], Order]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A device order: axes that index tensors, axes inside one, the numbers of one set of sizes."""
+
+    tensors: Order
+    order: Order
+    numbers: Callable[[Sizes], tuple[DevicePart, ...]]
+    any_stride: Order = ()
+    base: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A host order and the numbers of one set of sizes and pages."""
+
+    order: Order
+    numbers: Callable[[Sizes, int], HostLayout]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One form and layout: its name in C++, its runs, whether ids may address single tokens."""
+
+    name: str
+    walks: Callable[[Sizes], tuple[Walk, ...]]
+    tokens: bool
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A pool as its spec says it."""
+
+    name: str
+    source: str
+    unit: str
+    updates: str
+    params: tuple[Param, ...]
+    dtypes: Mapping[str, tuple[str, ...]]
+    components: tuple[Component, ...]
+    records: tuple[Record, ...]
+    forms: Mapping[str, Form]
+    layouts: Mapping[str, Layout]
+    programs: Mapping[tuple[str, str], Program]
+    extents: Mapping[tuple[str, ...], Callable[[Sizes], dict[str, int]]]
+    parts: tuple[str, ...]
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    require: tuple[tuple[str, tuple[str, ...], Callable[..., bool]], ...] = ()
+    reserved: tuple[int, ...] = ()
+    not_carried: tuple[str, ...] = ()
+    tag: tuple[str, ...] = ()
+    valid_if: str | None = None
+    layer_lists: tuple[str, ...] = ()
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.unit == "token"
+
+
+# ---- numbers ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """A component on the host: first byte, then (axis, extent, bytes a step), outermost first."""
+
+    ident: str
+    base: int
+    axes: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class PageRanges:
+    """Contiguous bytes of a page: range of page p starts at ``base + sum(left) + p * nbytes``.
+
+    `left`: (extent, bytes a step) of the axes outside `page`; one range for each combination. `ident`
+    None: the range holds every component.
+    """
+
+    ident: str | None
+    base: int
+    left: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """All host bytes of a pool of so many pages."""
+
+    nbytes: int
+    page_bytes: int
+    parts: tuple[HostPart, ...]
+    ranges: tuple[PageRanges, ...]
+
+    def part(self, ident: str) -> HostPart:
+        return next(part for part in self.parts if part.ident == ident)
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """A component on the device: (axis, extent, bytes a step); None where the tensor decides.
+
+    `table`: how many tensors its layers are, None when they are an axis.
+    """
+
+    ident: str
+    base: int
+    axes: tuple[tuple[str, int | None, int | None], ...]
+    table: int | None = None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Runs of one component: `runs` an id, each `atom` bytes; `grain` divides every address."""
+
+    ident: str
+    name: str
+    atom: int
+    runs: int
+    grain: int
+
+    def vector(self, align: int) -> int:
+        """Bytes one lane moves at a time when addresses are multiples of `align`."""
+        return math.gcd(16, math.gcd(self.grain, align))
+
+
+def numbers(host: HostLayout, device: Sequence[DevicePart], walks: Sequence[Walk], align: int) -> list[int]:
+    """Every constant of a program, in the order of `describe` in the generated host.cpp."""
+    found = [host.nbytes, host.page_bytes]
+    for part, side in zip(host.parts, device, strict=True):
+        found += [part.base, *(step for _, _, step in part.axes)]
+        found += [side.base, *(step for _, _, step in side.axes if step is not None)]
+        for walk in (w for w in walks if w.ident == part.ident):
+            found += [walk.atom, walk.runs, walk.vector(align)]
+    return found
+
+
+def bind_sizes(
+    spec: PoolSpec,
+    params: Mapping[str, object],
+    itemsizes: Mapping[str, int],
+    layers: Mapping[str, int],
+    page_size: int,
+    variants: Mapping[str, str],
+) -> dict[str, int]:
+    """Every size of a pool by name. Raises ValueError naming the parameter, its bounds and its value."""
+    sizes = {"page_size": page_size, **layers}
+    sizes |= {f"itemsize_{group}": size for group, size in itemsizes.items()}
+    if page_size < 1:
+        raise ValueError(f"{spec.name}: page_size: expected at least 1, got {page_size}")
+    for param in spec.params:
+        if param.equals is None:
+            sizes |= _given(spec, param, params[param.name])
+    for param in spec.params:
+        if param.equals is not None:
+            names, value = param.equals
+            sizes[param.name] = value(*(sizes[name] for name in names))
+            _check(spec, param, sizes[param.name])
+    for name, choice in variants.items():
+        if choice not in spec.variants[name]:
+            known = ", ".join(spec.variants[name])
+            raise ValueError(f"{spec.name}: {name}: expected one of {known}, got {choice!r}")
+    extents = spec.extents[tuple(variants[name] for name in spec.variants)](sizes)
+    for name, size in extents.items():
+        if size < 0:
+            raise ValueError(f"{spec.name}: {name.removeprefix('extent_')} is {size} with these parameters")
+    sizes |= extents
+    for text, names, holds in spec.require:
+        if not holds(*(sizes[name] for name in names)):
+            values = ", ".join(f"{name}={sizes[name]}" for name in names)
+            raise ValueError(f"{spec.name}: required: {text}, got {values}")
+    return sizes
+
+
+def _given(spec: PoolSpec, param: Param, value: object) -> dict[str, int]:
+    if param.length is None:
+        return {param.name: _check(spec, param, value)}
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if len(values) != param.length:
+        raise ValueError(f"{spec.name}: {param.name}: expected {param.length} integers, got {value!r}")
+    return {f"{param.name}_{i}": _check(spec, param, each) for i, each in enumerate(values)}
+
+
+def _check(spec: PoolSpec, param: Param, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{spec.name}: {param.name}: expected an integer, got {value!r}")
+    if param.min is not None and value < param.min:
+        raise ValueError(f"{spec.name}: {param.name}: expected at least {param.min}, got {value}")
+    if param.max is not None and value > param.max:
+        raise ValueError(f"{spec.name}: {param.name}: expected at most {param.max}, got {value}")
+    if param.one_of and value not in param.one_of:
+        known = ", ".join(map(str, param.one_of))
+        raise ValueError(f"{spec.name}: {param.name}: expected one of {known}, got {value}")
+    return value
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch dtype of a spec's dtype name."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

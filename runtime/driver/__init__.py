@@ -1,0 +1,107 @@
+"""The one door to a device: everything the runtime asks of it goes through a `Driver`.
+
+Three stand behind it: ``host`` (the CPU, executing at once), ``cuda`` (the CUDA driver API) and
+``simulated`` (tests: operations run in any order that the declared waits permit).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Stream = Any
+Event = Any
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory: `address` for kernels and copies, `tensor` (uint8) over the same bytes."""
+
+    address: int
+    nbytes: int
+    tensor: Any
+
+
+class Kernels(Protocol):
+    """Compiled kernels of one program. `grid`: blocks of a launch by its purpose; `block`: lanes of each."""
+
+    @property
+    def grid(self) -> Mapping[str, int]: ...
+
+    @property
+    def block(self) -> int: ...
+
+    def launch(
+        self, name: str, grid: int, block: int, params: Sequence[ctypes._CData], stream: Stream
+    ) -> None:
+        """Run kernel `name` after everything before it in `stream`. Raises TransferError."""
+        ...
+
+
+class Driver(Protocol):
+    """What the runtime asks of a device. Calls that take a stream return at once, except on ``host``."""
+
+    name: str
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Makes the device the current one, for calls from a thread that has another."""
+        ...
+
+    def admit(self, stream: Stream, what: str) -> None:
+        """Raises PoolError when `stream` cannot take a transfer (it is being captured into a graph)."""
+        ...
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Device memory of `nbytes`, aligned to at least 256 bytes; freed with its tensor."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin host memory; returns the address that kernels use for it."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def stream(self) -> Stream:
+        """A new stream."""
+        ...
+
+    def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes `stream` the one that torch's own operations go to."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream that the caller's own work goes to."""
+        ...
+
+    def record(self, stream: Stream) -> Event:
+        """An event behind everything submitted to `stream` so far."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Work submitted to `stream` from now on runs after `event`."""
+        ...
+
+    def done(self, event: Event) -> bool:
+        """Whether the event has happened."""
+        ...
+
+    def synchronize(self, event: Event) -> None:
+        """Block the caller until the event has happened."""
+        ...
+
+    def copy(
+        self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool
+    ) -> None:
+        """Copy runs of bytes in `stream`, in any order among themselves; `inward`: host to device."""
+        ...
+
+    def write(self, address: int, values: Sequence[int], stream: Stream) -> None:
+        """Write 32-bit numbers to device memory in `stream`."""
+        ...
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        """Work submitted to `stream` from now on runs once the 32-bit number there is at least `value`."""
+        ...

@@ -1,0 +1,89 @@
+"""The CPU as a device: every operation is executed at once, so streams and events are only tokens."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+
+from poolwright.runtime.driver import Event, Memory, Stream
+
+
+class HostKernels:
+    """Kernels of a host.cpp compiled with PW_LANES, played lane by lane; `build` makes it when first used."""
+
+    grid: ClassVar[Mapping[str, int]] = {"write_back": 3, "load": 3, "gather": 3, "scatter": 3}
+    block = 32
+
+    def __init__(self, build: Callable[[], ctypes.CDLL]) -> None:
+        self._library = functools.cache(build)
+
+    def launch(
+        self, name: str, grid: int, block: int, params: Sequence[ctypes._CData], stream: Stream
+    ) -> None:
+        pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(param) for param in params))
+        getattr(self._library(), f"lanes_{name}")(ctypes.c_uint32(grid), ctypes.c_uint32(block), pointers)
+
+
+class HostDriver:
+    """The CPU. Memory is ordinary memory; a wait never waits, because everything before it has run."""
+
+    name = "host"
+
+    def guard(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def admit(self, stream: Stream, what: str) -> None:
+        return None
+
+    def allocate(self, nbytes: int) -> Memory:
+        tensor = torch.empty(nbytes + 256, dtype=torch.uint8)
+        offset = -tensor.data_ptr() % 256
+        tensor = tensor[offset : offset + nbytes]
+        return Memory(tensor.data_ptr() if nbytes else 0, nbytes, tensor)
+
+    def register(self, address: int, nbytes: int) -> int:
+        return address
+
+    def unregister(self, address: int) -> None:
+        return None
+
+    def stream(self) -> Stream:
+        return None
+
+    def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def current_stream(self) -> Stream:
+        return None
+
+    def record(self, stream: Stream) -> Event:
+        return None
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        return None
+
+    def done(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        return None
+
+    def copy(
+        self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool
+    ) -> None:
+        for target, origin, size in zip(to, source, sizes, strict=True):
+            ctypes.memmove(target, origin, size)
+
+    def write(self, address: int, values: Sequence[int], stream: Stream) -> None:
+        block = (ctypes.c_uint32 * len(values))(*values)
+        ctypes.memmove(address, block, ctypes.sizeof(block))
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        found = ctypes.c_uint32.from_address(address).value
+        if found < value:
+            raise RuntimeError(f"waits for {value} at {address:#x}, which is {found} and will not change")

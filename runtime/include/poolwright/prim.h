@@ -1,0 +1,164 @@
+// Primitives of generated code: integers, vectors, id lists, progress counters.
+//
+// They know no pool, page, layer or component. The same text compiles as CUDA (NVRTC or nvcc) and, with
+// lanes.h in front of it, as C++ that runs every block and thread on the CPU.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef int i32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define PW_FN __device__ __forceinline__
+#define PW_BODY __device__ __noinline__
+#define PW_KERNEL extern "C" __global__ void __launch_bounds__(512)
+#define PW_PARAM const __grid_constant__
+#define PW_UNROLL _Pragma("unroll")
+#else
+#define PW_FN inline
+#define PW_BODY __attribute__((noinline)) inline
+#define PW_UNROLL
+#endif
+
+// Largest power of two that divides every tensor address and every stride read at bind.
+#ifndef PW_ALIGN
+#define PW_ALIGN 16
+#endif
+
+namespace pw {
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define PW_CONSTEXPR __device__ __host__ constexpr
+#else
+#define PW_CONSTEXPR constexpr
+#endif
+
+// Rounds towards minus infinity, as the expressions of a spec do.
+PW_CONSTEXPR i64 floor_div(i64 a, i64 b) { return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0); }
+PW_CONSTEXPR i64 floor_mod(i64 a, i64 b) { return a - floor_div(a, b) * b; }
+PW_CONSTEXPR i64 ceil_div(i64 a, i64 b) { return -floor_div(-a, b); }
+PW_CONSTEXPR i64 align_up(i64 a, i64 b) { return ceil_div(a, b) * b; }
+PW_CONSTEXPR i64 least(i64 a, i64 b) { return a < b ? a : b; }
+PW_CONSTEXPR i64 most(i64 a, i64 b) { return a > b ? a : b; }
+PW_CONSTEXPR i64 gcd(i64 a, i64 b) { return b == 0 ? (a < 0 ? -a : a) : gcd(b, a % b); }
+
+// A divisor that is never zero: an extent of zero leaves no work, its quotient is never used.
+PW_CONSTEXPR u32 divisor(i64 extent) { return extent > 0 ? u32(extent) : 1u; }
+
+// Widest vector (16, 8, 4, 2, 1 bytes) that divides `grain` and the alignment of the addresses.
+PW_CONSTEXPR i64 vector_width(i64 grain) { return gcd(16, gcd(grain, i64(PW_ALIGN))); }
+
+template <i64 bytes> struct vector_of;
+template <> struct vector_of<1> { typedef u8 type; };
+template <> struct vector_of<2> { typedef u16 type; };
+template <> struct vector_of<4> { typedef u32 type; };
+template <> struct vector_of<8> { typedef u64 type; };
+struct alignas(16) u128 { u32 x, y, z, w; };
+template <> struct vector_of<16> { typedef u128 type; };
+template <i64 bytes> using Vector = typename vector_of<bytes>::type;
+
+// Loads a thread has in flight before it stores: a read over the link takes about a microsecond.
+static constexpr u32 in_flight = 8;
+
+// One run that is contiguous on both sides.
+struct Run {
+  char* device;
+  char* host;
+};
+
+struct WriteBack {
+  static PW_FN const char* from(const Run& run) { return run.device; }
+  static PW_FN char* to(const Run& run) { return run.host; }
+};
+struct Load {
+  static PW_FN const char* from(const Run& run) { return run.host; }
+  static PW_FN char* to(const Run& run) { return run.device; }
+};
+
+// Page ids of one launch, in pairs.
+struct PageIds {
+  const u32* host_ids;
+  const u32* device_ids;
+  PW_FN u32 host(u32 n) const { return host_ids[n]; }
+  PW_FN u32 device(u32 n) const { return device_ids[n]; }
+};
+
+// Token ids of one launch: pairs, or (`memory`) host pages and device ids that are read in place.
+struct TokenIds {
+  const u32* host_ids;
+  const u32* device_ids;
+  u64 memory;  // address of the first device id, 0 for pairs
+  i64 step;    // ids from one to the next
+  u32 wide;    // 1: 64-bit ids, 0: 32-bit
+  PW_FN u32 host(u32 n, u32 page_size) const {
+    return memory ? host_ids[n / page_size] * page_size + n % page_size : host_ids[n];
+  }
+  PW_FN u32 device(u32 n) const {
+    if (!memory) return device_ids[n];
+    const i64 at = i64(n) * step;
+    return wide ? u32(((const i64*)memory)[at]) : u32(((const i32*)memory)[at]);
+  }
+};
+
+// Ids that travel in the kernel's parameters.
+template <u32 capacity> struct Pairs {
+  u32 host_ids[capacity];
+  u32 device_ids[capacity];
+  PW_FN PageIds pages() const { return {host_ids, device_ids}; }
+};
+template <u32 capacity> struct Tokens {
+  u32 host_ids[capacity];
+  u32 device_ids[capacity];
+  u64 memory;
+  i64 step;
+  u32 wide;
+  u32 unused;
+  PW_FN TokenIds tokens() const { return {host_ids, device_ids, memory, step, wide}; }
+};
+
+// A short list of numbers in the parameters.
+template <u32 capacity> struct List {
+  u32 count;
+  u32 at[capacity];
+};
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+
+PW_FN u32 lane() { return blockIdx.x * blockDim.x + threadIdx.x; }
+PW_FN u32 lanes() { return gridDim.x * blockDim.x; }
+
+// Bytes pass once: they must not push other data out of the L1 cache.
+template <typename T> PW_FN T fetch(const char* at) { return __ldcs((const T*)at); }
+template <> PW_FN u128 fetch<u128>(const char* at) {
+  u128 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+template <typename T> PW_FN void store(char* at, const T& v) { __stcs((T*)at, v); }
+template <> PW_FN void store<u128>(char* at, const u128& v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Counts this block as done with step `n`; whoever waits for gridDim.x of them sees all its stores.
+PW_FN void arrive(u32* done, u32 n) {
+  __syncthreads();
+  if (done != nullptr && threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(done + n, 1u);
+  }
+}
+
+#endif
+
+}  // namespace pw
+
+typedef pw::Run Run;

@@ -1,0 +1,286 @@
+"""Compiles generated sources: units in; libraries (host) and cubins (CUDA) out, through the cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from poolwright.runtime import env, toolchain
+from poolwright.runtime.cache import Cache, Key, Request
+from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
+from poolwright.runtime.toolchain import Compiler, Missing
+
+HOST_FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-pthread"),
+    *("-Wall", "-Wextra", "-Werror"),
+)
+NVRTC_FLAGS = ("--std=c++17",)
+NVCC_FLAGS = ("-std=c++17", "-cubin", "-Werror", "all-warnings")
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\r\n]+)[">]', re.MULTILINE)
+_ERROR = re.compile(r"\berror(?: #[\w-]+)?:")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source to compile. `main`: a `host.cpp` or `kernels.cu`; `defines`: the constants it is built with.
+
+    `arguments`: those of the `compile` command that make this unit, for messages.
+    """
+
+    name: str
+    main: Path
+    defines: tuple[tuple[str, str], ...] = ()
+    arguments: str = field(default="", compare=False)
+
+
+def include_dir() -> Path:
+    """The folder of the runtime's own headers."""
+    return Path(__file__).resolve().parent / "include"
+
+
+def request(unit: Unit, kind: str, flags: Sequence[str], arch: str) -> Request:
+    """What the key of `unit` is made of: its source, every header it reaches, defines, flags, arch."""
+    main = unit.main.resolve()
+    source = ((main.name, hashlib.sha256(_contents(main)).hexdigest()),)
+    return Request(kind, unit.name, source, _headers(main), unit.defines, tuple(flags), arch)
+
+
+def host_flags() -> tuple[str, ...]:
+    """The flags of a `host.cpp`; POOLWRIGHT_OPTIMIZE sets another level, for tests that compile a lot."""
+    level = env.text("OPTIMIZE")
+    return HOST_FLAGS if level == "2" else tuple(f"-O{level}" if flag == "-O2" else flag for flag in HOST_FLAGS)
+
+
+def host_libraries(units: Sequence[Unit]) -> list[Path]:
+    """The shared library of each unit, in order; builds the missing ones side by side.
+
+    Without a C++ compiler, libraries that any compiler made from the same request are taken. Raises
+    CompileError (the libraries that did compile are kept), and BackendUnavailable for what is missing.
+    """
+    cache, compiler = Cache(env.cache_dir()), toolchain.find_cxx()
+    arch = f"{sys.platform}-{platform.machine()}"
+    requests = [request(unit, "host", host_flags(), arch) for unit in units]
+    if isinstance(compiler, Missing):
+        return [_prebuilt(cache, *pair, compiler) for pair in zip(units, requests, strict=True)]
+    keys = [Key(wanted, compiler) for wanted in requests]
+    by_key = dict(zip(keys, units, strict=True))
+    return cache.obtain(keys, lambda absent, scratch: _build_host(cache, by_key, absent, scratch))
+
+
+@functools.cache
+def load_host(path: Path) -> ctypes.CDLL:
+    """The library at `path`, loaded once. Raises BackendUnavailable if this machine cannot load it."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        mend = f"delete {path.parent}, so that it is built on this machine"
+        raise BackendUnavailable(f"compiled code {path}", f"it does not load ({error})", mend) from error
+
+
+def cubin(unit: Unit, arch: str, compiler: str | None = None) -> bytes:
+    """The CUDA binary of `unit` for `arch` (sm_90), made by ``nvrtc`` or ``nvcc``.
+
+    `compiler` None: as POOLWRIGHT_CUDA_COMPILER says. Needs no GPU. A warning is an error. Without the
+    compiler, a binary that it made elsewhere from the same request is taken. Raises as `host_libraries`.
+    """
+    kind = compiler or env.text("CUDA_COMPILER")
+    cache, found = Cache(env.cache_dir()), toolchain.find_cuda(kind)
+    wanted = request(unit, "cubin", NVRTC_FLAGS if kind == "nvrtc" else NVCC_FLAGS, arch)
+    if isinstance(found, Missing):
+        return _prebuilt(cache, unit, wanted, found).read_bytes()
+    key = Key(wanted, found)
+    build = _build_nvrtc if kind == "nvrtc" else _build_nvcc
+    return cache.obtain([key], lambda _, scratch: build(cache, key, unit, scratch))[0].read_bytes()
+
+
+def host_command(compiler: Compiler, unit: Unit, output: str) -> list[str]:
+    """The command that compiles a `host.cpp` into a shared library."""
+    return [*compiler.command, *host_flags(), *_options(unit), str(unit.main.resolve()), "-o", output]
+
+
+def nvcc_command(compiler: Compiler, unit: Unit, arch: str, output: str) -> list[str]:
+    """The command that compiles a `kernels.cu` into a cubin."""
+    main = str(unit.main.resolve())
+    return [*compiler.command, *NVCC_FLAGS, f"-arch={arch}", *_options(unit), main, "-o", output]
+
+
+# ---- what a unit consists of ------------------------------------------------------------------
+
+
+def _options(unit: Unit) -> list[str]:
+    folders = (unit.main.resolve().parent, include_dir())
+    return [*(f"-D{name}={value}" for name, value in unit.defines), *(f"-I{folder}" for folder in folders)]
+
+
+def _headers(main: Path) -> tuple[tuple[str, str], ...]:
+    """(name, sha256) of every header that `main` reaches, sorted.
+
+    Headers of the system are the compiler's, whose version is in the key. A quoted name that is found
+    nowhere is kept with no hash: the key changes once the file appears.
+    """
+    found: dict[str, str] = {}
+    seen, waiting = {main}, [main]
+    while waiting:
+        file = waiting.pop()
+        for quote, raw in _INCLUDE.findall(_contents(file)):
+            name = raw.decode(errors="replace")
+            folders = [*([file.parent] if quote == b'"' else []), main.parent, include_dir()]
+            header = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            if header is None:
+                if quote == b'"':
+                    found[f"absent/{name}"] = ""
+                continue
+            header = header.resolve()
+            if header not in seen:
+                seen.add(header)
+                waiting.append(header)
+                found[_label(header, main)] = hashlib.sha256(_contents(header)).hexdigest()
+    return tuple(sorted(found.items()))
+
+
+def _label(header: Path, main: Path) -> str:
+    """The name of a header that is the same wherever the package is installed."""
+    if header.is_relative_to(include_dir()):
+        return f"include/{header.relative_to(include_dir()).as_posix()}"
+    return f"beside/{Path(os.path.relpath(header, main.parent)).as_posix()}"
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PoolError(f"source {path} cannot be read ({error.strerror}); run `codegen build`") from error
+
+
+# ---- builders ---------------------------------------------------------------------------------
+
+
+def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> Path:
+    found = cache.find_any(wanted)
+    if found:
+        return found
+    why = f"it is not in the cache {cache.root}, and {missing.what} is not available ({missing.why})"
+    fill = f"python -m poolwright.runtime compile {unit.arguments}".strip()
+    mend = f"{missing.command}; or fill the cache where there is one: {fill}"
+    raise BackendUnavailable(f"compiled code of {unit.name} for {wanted.arch}", why, mend)
+
+
+def _build_host(
+    cache: Cache, units: dict[Key, Unit], absent: Sequence[Key], scratch: Path
+) -> Iterator[tuple[Key, Path]]:
+    ninja = toolchain.find_ninja()
+    if isinstance(ninja, Missing):
+        raise ninja.error()
+    commands = [host_command(key.compiler, units[key], f"{i}.so") for i, key in enumerate(absent)]
+    (scratch / "build.ninja").write_text(_ninja_file(commands), encoding="utf-8")
+    for key, command in zip(absent, commands, strict=True):
+        _announce(cache, key, shlex.join(command))
+    done = _run([str(ninja), "-k", "0"], scratch)
+    failed = [i for i in range(len(absent)) if not (scratch / f"{i}.ok").exists()]
+    yield from ((key, scratch / f"{i}.so") for i, key in enumerate(absent) if i not in failed)
+    for i in failed[:1]:
+        log = scratch / f"{i}.log"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else done.stdout
+        unit = units[absent[i]]
+        again = shlex.join(host_command(absent[i].compiler, unit, f"{unit.name}.so"))
+        raise _failure(cache, absent[i], unit, again, text)
+
+
+def _ninja_file(commands: Sequence[Sequence[str]]) -> str:
+    """Each command's output goes to a log of its own; the ``.ok`` file says that it came to its end."""
+    lines = ["rule compile", "  command = $call"]
+    for i, command in enumerate(commands):
+        call = shlex.join(command).replace("$", "$$")
+        lines += [f"build {i}.so: compile", f"  call = {call} > {i}.log 2>&1 && : > {i}.ok"]
+    return "\n".join(lines) + "\n"
+
+
+def _build_nvcc(cache: Cache, key: Key, unit: Unit, scratch: Path) -> Iterator[tuple[Key, Path]]:
+    arch, output = key.request.arch, scratch / "out.cubin"
+    command = nvcc_command(key.compiler, unit, arch, str(output))
+    _announce(cache, key, shlex.join(command))
+    done = _run(command, scratch)
+    if done.returncode != 0 or not output.is_file():
+        again = shlex.join(nvcc_command(key.compiler, unit, arch, f"{unit.name}.cubin"))
+        raise _failure(cache, key, unit, again, done.stdout)
+    yield key, output
+
+
+def _build_nvrtc(cache: Cache, key: Key, unit: Unit, scratch: Path) -> Iterator[tuple[Key, Path]]:
+    arch = key.request.arch
+    refused = toolchain.check_arch(key.compiler, arch)
+    if refused:
+        raise refused.error()
+    options = [*NVRTC_FLAGS, f"--gpu-architecture={arch}", *_options(unit)]
+    where = f"Path({str(unit.main.resolve())!r})"
+    code = f"jit.cubin(jit.Unit({unit.name!r}, {where}, {unit.defines!r}), {arch!r}, 'nvrtc')"
+    lines = f"from pathlib import Path; from poolwright.runtime import jit; {code}"
+    again = f"{shlex.quote(sys.executable)} -c {shlex.quote(lines)}"
+    _announce(cache, key, f"nvrtc {shlex.join(options)} {unit.main}")
+    binary, text = _nvrtc(unit.main.resolve(), options)
+    # NVRTC has no option that makes its warnings errors.
+    if binary is None or re.search(r"\bwarning\b", text):
+        raise _failure(cache, key, unit, again, text)
+    output = scratch / "out.cubin"
+    output.write_bytes(binary)
+    yield key, output
+
+
+def _nvrtc(main: Path, options: Sequence[str]) -> tuple[bytes | None, str]:
+    """The binary (None: it does not compile) and everything NVRTC said."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    status, program = nvrtc.nvrtcCreateProgram(_contents(main), os.fsencode(main), 0, [], [])
+    if int(status) != 0:
+        return None, f"nvrtc: error: nvrtcCreateProgram answered {status.name}"
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [os.fsencode(o) for o in options])
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        text = log.rstrip(b"\0").decode(errors="replace").strip()
+        if int(status) != 0:
+            return None, text or f"nvrtc: error: nvrtcCompileProgram answered {status.name}"
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        binary = bytearray(size)
+        nvrtc.nvrtcGetCUBIN(program, binary)
+        return bytes(binary), text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _announce(cache: Cache, key: Key, command: str) -> None:
+    cache.log_start(key)
+    if env.flag("VERBOSE"):
+        print(command, file=sys.stderr)
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # Compilers translate the word "error".
+        env={**os.environ, "LC_ALL": "C"},
+    )
+
+
+def _failure(cache: Cache, key: Key, unit: Unit, command: str, text: str) -> CompileError:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    silent = ["the compiler said nothing (it was killed, or ran out of memory)"]
+    first = next((line for line in lines if _ERROR.search(line)), (lines or silent)[0])
+    return CompileError(unit.main, command, first, cache.keep_log(key, text) if lines else None)

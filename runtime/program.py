@@ -1,0 +1,187 @@
+"""A pool with its sizes filled in: the program to compile, its numbers, the arguments of its kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from poolwright.runtime import jit
+from poolwright.runtime.description import DevicePart, HostLayout, PoolSpec, Walk, dtype_named, numbers
+
+ID_CAPACITIES = (128, 1024)
+LAYER_CAPACITY = 256
+MAX_LANES_WORK = (1 << 32) - (1 << 24)
+"""Vectors one launch may count: its index has 32 bits, and the last lanes step past the end."""
+
+
+@dataclass(frozen=True)
+class SizedProgram:
+    """One form and layout of a pool with every size known. `folder`: where its sources lie."""
+
+    spec: PoolSpec
+    folder: Path
+    sizes: Mapping[str, int]
+    variants: Mapping[str, str]
+    form: str
+    layout: str
+
+    @cached_property
+    def device(self) -> tuple[DevicePart, ...]:
+        return self.spec.forms[self.form].numbers(self.sizes)
+
+    @cached_property
+    def walks(self) -> tuple[Walk, ...]:
+        return self.spec.programs[self.form, self.layout].walks(self.sizes)
+
+    @property
+    def tokens(self) -> bool:
+        """Whether ids may address single tokens."""
+        return self.spec.programs[self.form, self.layout].tokens
+
+    def host(self, pages: int) -> HostLayout:
+        return self.spec.layouts[self.layout].numbers(self.sizes, pages)
+
+    def present(self, ident: str) -> bool:
+        """Whether a component is there and has bytes."""
+        return any(walk.runs * walk.atom for walk in self.walks if walk.ident == ident)
+
+    def dtype(self, dtypes: Mapping[str, torch.dtype], ident: str) -> torch.dtype:
+        """The dtype of a component's tensors; a record's are bytes."""
+        for component in self.spec.components:
+            if component.ident == ident:
+                return dtypes[component.group] if component.group else dtype_named(str(component.dtype))
+        return torch.uint8
+
+    def itemsize(self, ident: str) -> int:
+        """Bytes of one item of a component; 1 for a record."""
+        for component in self.spec.components:
+            if component.ident == ident and component.group:
+                return self.sizes[f"itemsize_{component.group}"]
+            if component.ident == ident:
+                return dtype_named(str(component.dtype)).itemsize
+        return 1
+
+    def defines(self, align: int) -> tuple[tuple[str, str], ...]:
+        """Macros that make a program of the generated sources."""
+        names = [
+            n for p in self.spec.params for n in ([p.name] if p.length is None else _listed(p.name, p.length))
+        ]
+        names += ["page_size", "layers", *self.spec.layer_lists]
+        names += [f"itemsize_{group}" for group in self.spec.dtypes]
+        family = "_".join(self.variants[name] for name in self.spec.variants)
+        program = self.spec.programs[self.form, self.layout].name
+        qualified = f"{family}::{program}" if family else program
+        return (
+            ("PW_PROGRAM", qualified),
+            ("PW_ALIGN", str(align)),
+            *((f"PW_{name}", str(self.sizes[name])) for name in names),
+        )
+
+    def unit(self, kind: str, align: int) -> jit.Unit:
+        """What to compile: ``atoms`` or ``lanes`` of host.cpp, or one part of kernels.cu (`parts`)."""
+        name = f"{self.spec.name}-{self.form}-{self.layout}-{kind}"
+        extra: tuple[tuple[str, str], ...] = ()
+        if kind == "lanes":
+            extra = (("PW_LANES", "1"),)
+        elif kind != "atoms":
+            extra = (("PW_PART", str(1 + self.parts.index(kind))),)
+        source = "host.cpp" if kind in ("atoms", "lanes") else "kernels.cu"
+        return jit.Unit(name, self.folder / source, self.defines(align) + extra)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Kernels of kernels.cu that are compiled together, in the order of their numbers."""
+        return self.spec.parts
+
+    def check(self, library: ctypes.CDLL, align: int) -> None:
+        """Compare every constant of the compiled program with pool.py. Raises RuntimeError."""
+        for pages in (1, 7):
+            here = numbers(self.host(pages), self.device, self.walks, align)
+            out = (ctypes.c_int64 * len(here))()
+            library.describe(ctypes.c_int64(pages), out)
+            if list(out) != here:
+                at = next(i for i, (a, b) in enumerate(zip(out, here, strict=True)) if a != b)
+                raise RuntimeError(
+                    f"{self.spec.name}: compiled constant {at} of {self.form}/{self.layout} is {out[at]}, "
+                    f"pool.py says {here[at]}; the generated files do not belong together (`codegen build`)"
+                )
+
+    def ids_per_launch(self, walk: str, align: int) -> int:
+        """How many ids one launch may take, by its work counter alone."""
+        work = [w.runs * w.atom // w.vector(align) for w in self.walks if w.name == walk and w.runs * w.atom]
+        return MAX_LANES_WORK // max(work, default=1)
+
+
+def _listed(name: str, length: int) -> list[str]:
+    return [f"{name}_{i}" for i in range(length)]
+
+
+def folder_of(pool_class: type) -> Path:
+    """The folder of a generated pool's sources."""
+    file = sys.modules[pool_class.__module__].__file__
+    assert file is not None
+    return Path(file).resolve().parent
+
+
+# ---- arguments of kernels ---------------------------------------------------------------------
+
+
+def view(table: int, host: int, pages: int, strides: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """The View that every kernel takes first."""
+    values = (table, host, pages, *strides)
+    return (ctypes.c_int64 * len(values))(*(_signed(value) for value in values))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def capacity_for(count: int, walk: str) -> int:
+    """Which id capacity a launch of so many ids takes."""
+    small, large = ID_CAPACITIES
+    return small if count <= small and not walk.endswith("tokens") else large
+
+
+def pairs(capacity: int, host: Sequence[int], device: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
+    """``pw::Pairs<capacity>``."""
+    block = (ctypes.c_uint32 * (2 * capacity))()
+    block[: len(host)] = list(host)
+    block[capacity : capacity + len(device)] = list(device)
+    return block
+
+
+class _TokensTail(ctypes.Structure):
+    _fields_ = [
+        ("memory", ctypes.c_uint64),
+        ("step", ctypes.c_int64),
+        ("wide", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+def tokens(
+    capacity: int,
+    host: Sequence[int],
+    device: Sequence[int],
+    memory: int = 0,
+    step: int = 0,
+    wide: bool = False,
+) -> ctypes.Array[ctypes.c_char]:
+    """``pw::Tokens<capacity>``: pairs of tokens, or host pages with device ids at `memory`."""
+    block = ctypes.create_string_buffer(capacity * 8 + ctypes.sizeof(_TokensTail))
+    (ctypes.c_uint32 * len(host)).from_buffer(block)[:] = list(host)
+    (ctypes.c_uint32 * len(device)).from_buffer(block, capacity * 4)[:] = list(device)
+    tail = _TokensTail.from_buffer(block, capacity * 8)
+    tail.memory, tail.step, tail.wide = memory, step, int(wide)
+    return block
+
+
+def layer_list(layers: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
+    """``pw::List<LAYER_CAPACITY>``."""
+    return (ctypes.c_uint32 * (LAYER_CAPACITY + 1))(len(layers), *layers)

@@ -1,0 +1,133 @@
+"""Ticket: the handle of a submitted transfer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from poolwright.runtime.driver import Driver, Event, Stream
+from poolwright.runtime.errors import PoolError, TransferError
+
+
+class Mark:
+    """A moment on the device: an event, and with `address` a 32-bit number there that reaches `value`.
+
+    `side`: a stream of the pool's own, on which a blocking wait for a number is put.
+    """
+
+    def __init__(
+        self, driver: Driver, event: Event, side: Stream = None, address: int = 0, value: int = 0
+    ) -> None:
+        self._driver, self._event, self._side = driver, event, side
+        self._address, self._value = address, value
+
+    def wait(self, stream: Stream = None) -> None:
+        """Make `stream` wait for it; without a stream, block the caller."""
+        if stream is None and not self._address:
+            self._driver.synchronize(self._event)
+            return
+        waiting = self._side if stream is None else stream
+        self._driver.wait(waiting, self._event)
+        if self._address:
+            self._driver.wait_value(waiting, self._address, self._value)
+        if stream is None:
+            self._driver.synchronize(self._driver.record(waiting))
+
+
+class Ticket:
+    """A submitted transfer: which way it goes, by which path, when it is done.
+
+    A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
+    what the pool hands out never depends on timing. `captured`: the device rows have been read and may
+    change. `bad` is asked once it is done: which host pages were skipped on the device.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        pool: str,
+        direction: str,
+        path: str,
+        pages: torch.Tensor,
+        event: Event,
+        captured: Mark,
+        layers: Mapping[int, Mark],
+        keep: Sequence[object],
+        number: int,
+        bad: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.pool, self.direction, self.path = pool, direction, path
+        self.pages, self.number, self.captured = pages, number, captured
+        self.error: TransferError | None = None
+        self._driver, self._event, self._layers = driver, event, layers
+        self._keep: Sequence[object] = keep
+        self._bad = bad
+        self._lock = threading.Lock()
+        self._acknowledged = False
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether the caller knows that it is done."""
+        return self._acknowledged
+
+    def done(self) -> bool:
+        """Whether every byte has arrived. Raises TransferError if the transfer failed."""
+        if not self._acknowledged:
+            try:
+                if self._driver.done(self._event):
+                    self._acknowledge()
+            except PoolError as error:
+                self._broken(error)
+        self._check()
+        return self._acknowledged
+
+    def wait(self, stream: Stream = None) -> None:
+        """Make `stream` wait for all of it; without a stream, block the caller. Raises TransferError."""
+        self._check()
+        if stream is not None:
+            self._driver.wait(stream, self._event)
+            return
+        try:
+            self._driver.synchronize(self._event)
+        except PoolError as error:
+            self._broken(error)
+        self._acknowledge()
+        self._check()
+
+    def wait_layer(self, layer: int, stream: Stream = None) -> None:
+        """As `wait`, for one layer of a load. Raises ValueError for a layer that it does not load."""
+        if layer not in self._layers:
+            known = ", ".join(map(str, self._layers)) or "none"
+            raise ValueError(f"layer {layer} is not part of this {self.direction} (layers {known})")
+        self._check()
+        self._layers[layer].wait(stream)
+
+    def wait_all(self, stream: Stream = None) -> None:
+        """As `wait`; the way to put a load in front of a CUDA graph's replay."""
+        self.wait(stream)
+
+    def detach(self) -> None:
+        """Give up the ticket: its pages count as known, later work on them is still ordered behind it."""
+        self._acknowledged = True
+
+    def _broken(self, error: PoolError) -> None:
+        """An error of the device fails the ticket for good: none of its pages may be used."""
+        self._fail(str(error), self.pages.tolist())
+        self._acknowledge()
+
+    def _fail(self, cause: str, pages: Sequence[int]) -> None:
+        self.error = TransferError(self.pool, self.direction, pages, cause)
+
+    def _acknowledge(self) -> None:
+        with self._lock:
+            if not self._acknowledged and self.error is None and self._bad is not None:
+                skipped = self._bad()
+                if skipped:
+                    self._fail("their device ids are out of range or not whole pages", skipped)
+            self._acknowledged, self._keep, self._bad = True, (), None
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,445 @@
+"""The JIT with small sources of its own: keys, C++ and CUDA builds, many processes, no compiler, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from poolwright.runtime import jit, toolchain
+from poolwright.runtime.cache import Key
+from poolwright.runtime.errors import BackendUnavailable, CompileError
+from poolwright.runtime.jit import Unit
+from poolwright.runtime.toolchain import Compiler, Missing
+
+HOST = '#include "size.h"\nextern "C" int rows() { return ROWS * size; }\n'
+KERNELS = '#include "size.h"\nextern "C" __global__ void fill(int* out) { out[threadIdx.x] = ROWS * size; }\n'
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+# What a process of its own runs: builds the unit and prints where the library is.
+BUILD = """
+import sys
+from pathlib import Path
+from poolwright.runtime import jit
+units = [jit.Unit(f"u{n}", Path(sys.argv[1]), (("ROWS", str(n)),)) for n in range(int(sys.argv[2]))]
+print(*jit.host_libraries(units), sep="\\n")
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, set for this process and its children."""
+    for name in ("CXX", "CUDA_COMPILER", "CUDA_ARCH", "VERBOSE"):
+        monkeypatch.delenv(f"POOLWRIGHT_{name}", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("POOLWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    """A folder with a host.cpp, a kernels.cu and the header both include."""
+    folder = tmp_path / "a pool $x"
+    folder.mkdir()
+    (folder / "host.cpp").write_text(HOST)
+    (folder / "kernels.cu").write_text(KERNELS)
+    (folder / "size.h").write_text('#pragma once\n#include "deep/unit.h"\nconstexpr int size = 10 * unit;\n')
+    (folder / "deep").mkdir()
+    (folder / "deep" / "unit.h").write_text("#pragma once\nconstexpr int unit = 1;\n")
+    return folder
+
+
+def host(pool: Path, rows: int = 4) -> Unit:
+    return Unit("mla", pool / "host.cpp", (("ROWS", str(rows)),))
+
+
+def kernels(pool: Path, rows: int = 4) -> Unit:
+    return Unit("mla", pool / "kernels.cu", (("ROWS", str(rows)),))
+
+
+def rows_of(library: Path) -> int:
+    function = ctypes.CDLL(str(library)).rows
+    function.restype = ctypes.c_int
+    return int(function())
+
+
+def starts(root: Path) -> int:
+    """How many times a compiler was started for this cache."""
+    log = root / "builds.log"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def entries(root: Path, kind: str = "host") -> list[str]:
+    return sorted(p.name for p in (root / kind).iterdir()) if (root / kind).exists() else []
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+
+def build_elsewhere(pool: Path, units: int = 1) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILD, str(pool / "host.cpp"), str(units)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.01)
+
+
+# ---- keys -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["host.cpp", "size.h", "deep/unit.h"])
+def test_a_changed_file_changes_the_key_and_a_touched_one_does_not(pool: Path, file: str) -> None:
+    def digest() -> str:
+        return jit.request(host(pool), "host", jit.HOST_FLAGS, "linux").digest
+
+    before = digest()
+    os.utime(pool / file, (1, 1))
+    assert digest() == before
+    (pool / file).write_text((pool / file).read_text() + "// more\n")
+    assert digest() != before
+
+
+def test_the_same_sources_in_another_folder_have_the_same_key(pool: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(pool, tmp_path / "copy")
+    first, second = (jit.request(host(p), "host", jit.HOST_FLAGS, "linux") for p in (pool, copy))
+    assert first == second
+    assert dict(first.headers).keys() == {"beside/size.h", "beside/deep/unit.h"}
+
+
+def test_the_runtime_headers_are_in_the_key_however_they_are_quoted(
+    pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = tmp_path / "include"
+    (include / "poolwright").mkdir(parents=True)
+    (include / "poolwright" / "a.h").write_text('#include "b.h"\n')
+    (include / "poolwright" / "b.h").write_text("")
+    monkeypatch.setattr(jit, "include_dir", lambda: include)
+    for line in ('#include "poolwright/a.h"', "  #  include <poolwright/a.h>"):
+        (pool / "host.cpp").write_text(f"{line}\n#include <cstdint>\n")
+        found = jit.request(host(pool), "host", jit.HOST_FLAGS, "linux").headers
+        assert [name for name, _ in found] == ["include/poolwright/a.h", "include/poolwright/b.h"]
+
+
+def test_a_header_that_appears_changes_the_key(pool: Path) -> None:
+    (pool / "host.cpp").write_text('#include "later.h"\n')
+    before = jit.request(host(pool), "host", jit.HOST_FLAGS, "linux")
+    (pool / "later.h").write_text("")
+    assert jit.request(host(pool), "host", jit.HOST_FLAGS, "linux").digest != before.digest
+
+
+# ---- C++ --------------------------------------------------------------------------------------
+
+
+def test_libraries_are_built_once_and_carry_their_defines(root: Path, pool: Path) -> None:
+    first = jit.host_libraries([host(pool, 4), host(pool, 5)])
+    assert [rows_of(path) for path in first] == [40, 50]
+    assert starts(root) == 2
+    assert jit.host_libraries([host(pool, 5), host(pool, 4)]) == first[::-1]
+    assert starts(root) == 2
+    assert jit.load_host(first[0]) is jit.load_host(first[0])
+
+
+def test_another_compiler_builds_its_own(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first,) = jit.host_libraries([host(pool)])
+    body = 'case "$1" in -v) echo "other version 99" >&2;; *) exec c++ "$@";; esac'
+    monkeypatch.setenv("POOLWRIGHT_CXX", str(script(tmp_path / "other-c++", body)))
+    (second,) = jit.host_libraries([host(pool)])
+    assert first != second
+    assert rows_of(second) == 40
+    assert starts(root) == 2
+
+
+def test_verbose_prints_the_command(
+    root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("POOLWRIGHT_VERBOSE", "1")
+    jit.host_libraries([host(pool)])
+    assert "-DROWS=4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ('extern "C" int rows() { return nothing; }\n', "nothing"),
+        ('extern "C" int rows(int unused) { return 1; }\n', "unused parameter"),
+        ('#include "nowhere.h"\n', "nowhere.h"),
+    ],
+)
+def test_a_compile_error_names_file_and_first_error_and_can_be_repeated(
+    root: Path, pool: Path, tmp_path: Path, text: str, first: str
+) -> None:
+    (pool / "host.cpp").write_text(text)
+    with pytest.raises(CompileError) as caught:
+        jit.host_libraries([host(pool)])
+    error = caught.value
+    assert error.source == pool / "host.cpp"
+    assert "error:" in error.first and first in error.first and "host.cpp:1:" in error.first
+    assert error.log is not None and first in error.log.read_text()
+    again = subprocess.run(error.command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode != 0 and first in again.stderr
+    for part in (str(error.source), error.first, error.command, str(error.log)):
+        assert part in str(error)
+    assert entries(root) == []
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_one_bad_unit_does_not_lose_the_good_ones(root: Path, pool: Path) -> None:
+    bad = Unit("bad", pool / "host.cpp", (("ROWS", "nothing"),))
+    with pytest.raises(CompileError, match="nothing"):
+        jit.host_libraries([bad, host(pool)])
+    assert [name.split("-")[0] for name in entries(root)] == ["mla"]
+    jit.host_libraries([host(pool)])
+    assert starts(root) == 2
+
+
+def test_a_compiler_that_dies_without_a_word(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Leaves a partial output behind, as a killed linker does.
+    body = 'case "$1" in -v) exec c++ -v;; esac; for last; do :; done; echo half > "$last"; kill -9 $$'
+    monkeypatch.setenv("POOLWRIGHT_CXX", str(script(tmp_path / "dies", body)))
+    with pytest.raises(CompileError, match=r"does not compile: (Killed|the compiler said nothing)"):
+        jit.host_libraries([host(pool)])
+    assert entries(root) == []
+
+
+def test_a_library_of_another_machine_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mla.so"
+    path.write_bytes(b"not a library")
+    with pytest.raises(BackendUnavailable, match=r"mla\.so is not available: it does not load"):
+        jit.load_host(path)
+
+
+# ---- many processes ---------------------------------------------------------------------------
+
+
+def test_eight_processes_start_one_compiler_for_each_unit(root: Path, pool: Path) -> None:
+    processes = [build_elsewhere(pool, units=3) for _ in range(8)]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert [(p.returncode, err) for p, (_, err) in zip(processes, said, strict=True)] == [(0, "")] * 8
+    assert len({out for out, _ in said}) == 1
+    assert [rows_of(Path(line)) for line in said[0][0].splitlines()] == [0, 10, 20]
+    assert starts(root) == 3
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_a_killed_builder_holds_nobody_up_and_leaves_no_half_entry(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, first = tmp_path / "gate", tmp_path / "first"
+    os.mkfifo(gate)
+    # The first compilation waits at the gate, later ones pass.
+    body = f"""
+case "$1" in -v) exec c++ -v;; esac
+if mkdir {shlex.quote(str(first))} 2> /dev/null; then read line < {shlex.quote(str(gate))}; fi
+exec c++ "$@"
+"""
+    monkeypatch.setenv("POOLWRIGHT_CXX", str(script(tmp_path / "waits", body)))
+    victim = build_elsewhere(pool)
+    wait_for(first, "the start of the compiler")
+    others = [build_elsewhere(pool) for _ in range(2)]
+    try:
+        assert entries(root) == []
+        os.kill(victim.pid, signal.SIGKILL)
+        said = [process.communicate(timeout=120) for process in others]
+        assert [process.returncode for process in others] == [0, 0], said
+        (library,) = {out.strip() for out, _ in said}
+        before = Path(library).read_bytes()
+        assert rows_of(Path(library)) == 0
+    finally:
+        with gate.open("w") as handle:
+            handle.write("go\n")
+    # The orphaned compiler comes to its end in a folder that nobody publishes.
+    (left,) = (root / "tmp").iterdir()
+    wait_for(left / "0.ok", "the end of the orphaned compiler")
+    victim.communicate(timeout=60)
+    assert Path(library).read_bytes() == before
+    assert entries(root) == [Path(library).parent.name]
+    assert starts(root) == 2
+
+
+# ---- no compiler ------------------------------------------------------------------------------
+
+
+def test_a_filled_cache_works_without_a_compiler_and_is_not_written(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = jit.host_libraries([host(pool)])
+    before = sorted(root.rglob("*"))
+    for path in [root, *before]:
+        path.chmod(0o555)
+    without_compiler(monkeypatch, tmp_path)
+    try:
+        assert isinstance(toolchain.find_cxx(), Missing)
+        assert jit.host_libraries([host(pool)]) == built
+        assert sorted(root.rglob("*")) == before
+    finally:
+        for path in [root, *before]:
+            path.chmod(0o755)
+
+
+def test_without_a_compiler_the_error_names_the_command_that_fills_the_cache(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jit.host_libraries([host(pool)])
+    without_compiler(monkeypatch, tmp_path)
+    unit = Unit("mla", pool / "host.cpp", (("ROWS", "5"),), arguments="mla --set rows=5")
+    with pytest.raises(BackendUnavailable) as caught:
+        jit.host_libraries([unit])
+    assert "no c++, g++ or clang++ on the PATH" in str(caught.value)
+    assert "python -m poolwright.runtime compile mla --set rows=5" in str(caught.value)
+    assert str(root) in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["POOLWRIGHT_CXX", "CXX"])
+def test_a_compiler_that_was_asked_for_is_not_replaced(
+    root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "no-such-compiler")
+    with pytest.raises(BackendUnavailable, match=f"{variable}=no-such-compiler: no such command"):
+        jit.host_libraries([host(pool)])
+
+
+def test_without_ninja_the_error_says_how_to_get_it(
+    root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(toolchain, "find_cxx", lambda: Compiler("c++", ("c++",), "gcc version 12", ""))
+    with pytest.raises(BackendUnavailable, match="pip install ninja"):
+        jit.host_libraries([host(pool)])
+
+
+# ---- CUDA -------------------------------------------------------------------------------------
+
+
+def test_nvrtc_compiles_for_every_architecture_without_a_gpu(root: Path, pool: Path) -> None:
+    binaries = {arch: jit.cubin(kernels(pool), arch) for arch in ARCHS}
+    assert all(binary.startswith(b"\x7fELF") and b"fill" in binary for binary in binaries.values())
+    assert len(set(binaries.values())) == len(ARCHS)
+    assert starts(root) == len(ARCHS)
+    assert {arch: jit.cubin(kernels(pool), arch) for arch in ARCHS} == binaries
+    assert starts(root) == len(ARCHS)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("__global__ void k(int* a) { a[0] = nothing; }\n", 'error: identifier "nothing" is undefined'),
+        ("__global__ void k(int* a) { int unused = 3; a[0] = 1; }\n", "warning #177-D"),
+    ],
+)
+def test_a_cuda_error_or_warning_is_a_compile_error(root: Path, pool: Path, text: str, first: str) -> None:
+    (pool / "kernels.cu").write_text(text)
+    with pytest.raises(CompileError) as caught:
+        jit.cubin(kernels(pool), "sm_90")
+    assert first in caught.value.first
+    assert str(pool / "kernels.cu") in caught.value.first
+    assert entries(root, "cubin") == []
+    again = subprocess.run(caught.value.command, shell=True, capture_output=True, text=True)
+    assert again.returncode != 0 and first in again.stderr
+
+
+def test_an_architecture_that_nvrtc_does_not_know(root: Path, pool: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"CUDA code for sm_77 .* NVRTC .* compiles for sm_"):
+        jit.cubin(kernels(pool), "sm_77")
+
+
+def test_a_filled_cache_works_without_nvrtc(root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = jit.cubin(kernels(pool), "sm_90")
+    gone = Missing("NVRTC", "the library libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: gone)
+    assert jit.cubin(kernels(pool), "sm_90") == built
+    with pytest.raises(BackendUnavailable, match=r"python -m poolwright\.runtime compile"):
+        jit.cubin(kernels(pool), "sm_80")
+
+
+def test_nvcc_is_called_when_asked(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f"""
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0; fi
+for argument; do echo "$argument" >> {shlex.quote(str(tmp_path / "arguments"))}; last=$argument; done
+printf cubin > "$last"
+"""
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    script(tmp_path / "cuda" / "bin" / "nvcc", body)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    found = toolchain.find_nvcc()
+    assert isinstance(found, Compiler) and found.version == "13.0 V13.0.88"
+    assert jit.cubin(kernels(pool), "sm_90", "nvcc") == b"cubin"
+    monkeypatch.setenv("POOLWRIGHT_CUDA_COMPILER", "nvcc")
+    assert jit.cubin(kernels(pool), "sm_90") == b"cubin"
+    assert starts(root) == 1
+    *arguments, output = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments == [
+        *("-std=c++17", "-cubin", "-Werror", "all-warnings", "-arch=sm_90", "-DROWS=4"),
+        *(f"-I{pool}", f"-I{jit.include_dir()}", str(pool / "kernels.cu"), "-o"),
+    ]
+    assert output.startswith(str(root / "tmp"))
+
+
+def test_an_nvcc_error_is_a_compile_error(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+if [ "$1" = --version ]; then echo "release 13.0, V13.0.88"; exit 0; fi
+echo "k.cu(1): error: no"; exit 2"""
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "nvcc", body)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(CompileError, match=r"kernels\.cu does not compile: k\.cu\(1\): error: no"):
+        jit.cubin(kernels(pool), "sm_90", "nvcc")
+
+
+def test_without_nvcc_the_error_says_where_it_was_looked_for(
+    root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match=f"not in CUDA_HOME={tmp_path}"):
+        jit.cubin(kernels(pool), "sm_90", "nvcc")
+
+
+def test_the_two_cuda_compilers_have_entries_of_their_own(pool: Path) -> None:
+    nvrtc = jit.request(kernels(pool), "cubin", jit.NVRTC_FLAGS, "sm_90")
+    nvcc = jit.request(kernels(pool), "cubin", jit.NVCC_FLAGS, "sm_90")
+    assert (
+        Key(nvrtc, Compiler("nvrtc", (), "13.0", "")).folder
+        != Key(nvcc, Compiler("nvcc", (), "13.0", "")).folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "refused"), [((13, 0), False), ((13, 2), False), ((14, 0), False), ((12, 9), True)]
+)
+def test_a_toolkit_of_a_later_major_version_than_the_driver_is_named(
+    driver: tuple[int, int], refused: bool
+) -> None:
+    problem = toolchain.check_driver(Compiler("nvrtc", (), "13.0", ""), driver)
+    assert (problem is not None) == refused
+    if problem:
+        assert "nvrtc 13.0 is newer than the driver, which runs CUDA 12.9" in str(problem.error())
