@@ -165,7 +165,7 @@ def _program(
     except OrderError as error:
         raise LowerError(pool, f"layouts[{index}]", f"layout {layout.name}: {error}") from None
     devices = _devices(filled, parts, form)
-    items = tuple(_item(filled, placed, device) for placed, device in zip(host.placed, devices, strict=True))
+    items = tuple(_item(filled, placed, *device) for placed, device in zip(host.placed, devices, strict=True))
     name = "_".join([*(value for _, value in choice), form.name, layout.name])
     return Program(
         ident=name,
@@ -180,8 +180,8 @@ def _program(
     )
 
 
-def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[Side, ...]:
-    """The device side of every part, in the order of `parts`."""
+def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[tuple[Side, tuple[str, ...]], ...]:
+    """The device side of every part and its axes right of `component`, in the order of `parts`."""
     together = not {"component", "record"} & set(form.tensors)
     order = tuple(axis for axis in form.order if axis not in form.tensors)
     inside = tuple(_without(part, form.tensors) for part in parts)
@@ -192,7 +192,10 @@ def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[Side, ...
             placed = tuple(algebra.place(pool, (part,), order).placed[0] for part in inside)
     except OrderError as error:
         raise LowerError(pool, f"device.{form.name}.order", f"form {form.name}: {error}") from None
-    sides = tuple(_device(form, part, p) for part, p in zip(parts, placed, strict=True))
+    sides = tuple(
+        (_device(form, part, p), p.axes[len(p.axes) - p.inner :])
+        for part, p in zip(parts, placed, strict=True)
+    )
     if together and len(parts) > 1 and any(_component_left_of_page(form, parts)):
         _check_equal_blocks(pool, form, parts)
     return sides
@@ -236,7 +239,7 @@ def _device(form: Form, part: Part, placed: Placed) -> Side:
     return Side(algebra.axes_of(part, axes), base, strides, table)
 
 
-def _item(pool: Pool, host: Placed, device: Side) -> Item:
+def _item(pool: Pool, host: Placed, device: Side, inside: tuple[str, ...]) -> Item:
     part = host.part
     component = next((c for c in pool.components if c.name == part.name), None)
     side = Side(
@@ -260,20 +263,21 @@ def _item(pool: Pool, host: Placed, device: Side) -> Item:
         present=None if component is None else component.when,
         host=side,
         device=device,
-        walks=tuple(_walk(name, outer, part, host, device) for name, outer in outers.items()),
+        walks=tuple(_walk(name, outer, host, device, inside) for name, outer in outers.items()),
     )
 
 
-def _walk(name: str, outer: tuple[str, ...], part: Part, host: Placed, device: Side) -> Walk:
+def _walk(name: str, outer: tuple[str, ...], host: Placed, device: Side, inside: tuple[str, ...]) -> Walk:
+    part = host.part
     unknown = {s.axis for s in device.strides if s.value is None}
-    inside = tuple(axis.name for axis in device.axes)
     atom = algebra.common_suffix(host, inside, frozenset(outer) | unknown)
     loops = tuple(axis for axis in host.axes if axis not in outer and axis not in atom)
     size = expr.product([part.itemsize, *(part.axes[axis] for axis in atom)])
     stepped = [axis for axis in host.axes if axis not in atom]
     steps = [host.strides[host.axes.index(axis)] for axis in stepped] + [host.base]
+    on_device = {stride.axis: stride.value for stride in device.strides}
     for axis in stepped:
-        value = device.stride(axis) if axis in inside else None
+        value = on_device.get(axis)
         if value is not None:
             steps.append(value)
     return Walk(

@@ -13,8 +13,8 @@ from poolwright.codegen import expr, lower
 from poolwright.codegen.expr import Expr
 from poolwright.codegen.ir import Axis, Item, Lowered, Program, Walk
 
-ID_CAPACITIES = (128, 1024)
-"""Page ids that fit the parameters of one launch: small launches are cheaper (1 KiB against 8 KiB)."""
+FEW_IDS = 128
+"""Page ids that travel in the parameters of a launch (1 KiB); more of them lie in device memory."""
 
 LAYER_CAPACITY = 256
 """Layers that one launch of a layer-ordered load can walk."""
@@ -333,14 +333,14 @@ def host_id(walk: str) -> str:
 
 def ids_member(walk: str) -> str:
     """How a kernel's parameter becomes what the walk reads."""
-    return "ids.tokens()" if walk.endswith("tokens") else "ids.pages()"
+    return "ids" if walk.endswith("tokens") else "ids.pages()"
 
 
 def ids_types(walk: str) -> list[tuple[str, str]]:
     """(suffix, type) of the id lists that kernels of a walk take."""
     if walk.endswith("tokens"):
-        return [(str(ID_CAPACITIES[-1]), f"pw::Tokens<{ID_CAPACITIES[-1]}>")]
-    return [(str(n), f"pw::Pairs<{n}>") for n in ID_CAPACITIES]
+        return [("", "pw::TokenIds")]
+    return [("_few", f"pw::Pairs<{FEW_IDS}>"), ("", "pw::Listed")]
 
 
 def parts(names: Sequence[str]) -> list[str]:
@@ -363,9 +363,9 @@ def _kernel(walk: str, part: str, suffix: str, ids: str) -> dict[str, Any]:
     way = "WriteBack" if part.startswith("write_back") else "Load"
     if not walk.startswith("layer_"):
         lines = [f"move_{walk}<pw::{way}>(view, {ids_member(walk)}, count);"]
-        return {"name": f"{part}_{suffix}", "ids": ids, "parameters": "", "lines": lines}
+        return {"name": f"{part}{suffix}", "ids": ids, "parameters": "", "lines": lines}
     return {
-        "name": f"{part}_{suffix}",
+        "name": f"{part}{suffix}",
         "ids": ids,
         "parameters": f", PW_PARAM pw::List<{LAYER_CAPACITY}> layers, u32* done",
         "lines": [
@@ -478,11 +478,11 @@ def _lanes(walk: str) -> list[dict[str, Any]]:
             "const u32 count = *(const u32*)params[2];",
         ]
         if walk.startswith("layer_"):
-            made.append({"name": f"lanes_load_{walk}_{suffix}", "lines": head + _layer_lanes(walk)})
+            made.append({"name": f"lanes_load_{walk}{suffix}", "lines": head + _layer_lanes(walk)})
             continue
         for way in ("write_back", "load"):
-            call = f"pw::each_lane(grid, block, [&] {{ {way}_{walk}_{suffix}(view, ids, count); }});"
-            made.append({"name": f"lanes_{way}_{walk}_{suffix}", "lines": [*head, call]})
+            call = f"pw::each_lane(grid, block, [&] {{ {way}_{walk}{suffix}(view, ids, count); }});"
+            made.append({"name": f"lanes_{way}_{walk}{suffix}", "lines": [*head, call]})
     return made
 
 

@@ -14,7 +14,6 @@ from poolwright.codegen.expr import Expr
 from poolwright.codegen.ir import Form, Item, Layout, Lowered, Pool, Program
 from poolwright.codegen.render_cpp import name_of
 
-
 DESCRIPTION = (
     *("Component", "DevicePart", "Form", "HostLayout", "HostPart", "Layout", "PageRanges", "Param"),
     *("PoolSpec", "Program", "Record", "Walk", "align_up", "gcd"),

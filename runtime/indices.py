@@ -1,17 +1,20 @@
 """Index lists: what a caller hands over becomes a checked `Batch`; the caller's tensors are left alone.
 
 Host ids live on the CPU. Device ids live on the CPU or on the device, int32 or int64. Both lists have one
-unit: tokens (whole pages of them) or pages.
+unit: tokens (whole pages of them) or pages. Ids of the CPU become Python lists: for the few hundred ids of
+a usual transfer every operation on a tensor costs more than the whole loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 LEVELS = ("off", "cheap", "full")
+MAX_IDS = 1 << 32
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -27,23 +30,21 @@ class Limits:
     tokens: bool = True
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Checked ids. `unit` ``pages``: both are page ids. ``tokens``: both are token ids. ``mixed``: host
-    page ids, and token ids on the device. `pages`: the host pages touched. `bad`: asked when all is done,
-    which of them were skipped.
+class Batch(NamedTuple):
+    """Checked ids. `unit` ``pages`` or ``tokens``: what both lists hold. With `on_device` the device
+    ids lie there, in that unit, and `host` holds page ids.
+
+    `host_pages`, `device_pages`: the pages touched; None: only the device knows. `bad`: asked when all is
+    done, which host pages were skipped.
     """
 
     unit: str
-    host: torch.Tensor
-    device: torch.Tensor
-    pages: torch.Tensor
+    host: list[int]
+    device: list[int]
+    host_pages: set[int]
+    device_pages: set[int] | None
+    on_device: torch.Tensor | None = None
     bad: Callable[[], Sequence[int]] | None = None
-
-    @property
-    def count(self) -> int:
-        """How many ids: pages, or tokens."""
-        return self.device.numel()
 
 
 def batch(
@@ -54,34 +55,31 @@ def batch(
         raise ValueError(f"{limits.pool}: validate: expected one of {', '.join(LEVELS)}, got {level!r}")
     if unit not in ("token", "page"):
         raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
-    for name, ids in (("host ids", host), ("device ids", device)):
-        _check_tensor(limits, name, ids)
-    if host.device.type != "cpu":
+    _check_tensor(limits, "host ids", host)
+    _check_tensor(limits, "device ids", device)
+    if not host.is_cpu:
         raise ValueError(
             f"{limits.pool}: host ids: expected a CPU tensor, got {host.device}; keep them on the CPU"
         )
-    if host.numel() != device.numel():
+    count = host.numel()
+    if count != device.numel():
         raise ValueError(
-            f"{limits.pool}: expected as many host ids as device ids, got {host.numel()} and {device.numel()}"
+            f"{limits.pool}: expected as many host ids as device ids, got {count} and {device.numel()}"
         )
     per_page = limits.page_size if unit == "token" else 1
-    if host.numel() % per_page:
+    if count % per_page:
         raise ValueError(
-            f"{limits.pool}: expected whole pages of {per_page} ids, got {host.numel()} ids; "
+            f"{limits.pool}: expected whole pages of {per_page} ids, got {count} ids; "
             f"pad the last page or leave it out"
         )
-    host = host.to(torch.int64)
-    _check_range(limits, "host ids", host, limits.host_pages * per_page)
-    if device.device.type != "cpu":
+    if not device.is_cpu:
         return _device_batch(limits, host, device, per_page, level, writes_host)
-    device = device.to(torch.int64)
-    _check_range(limits, "device ids", device, limits.device_pages * per_page)
-    made = _cpu_batch(limits, host, device, per_page)
+    made = _cpu_batch(limits, host, device, per_page, level)
     if level != "off":
-        name, ids = ("host ids", made.host) if writes_host else ("device ids", made.device)
-        _check_duplicates(limits, name, ids, made.unit)
-    if limits.reserved:
-        _check_reserved(limits, device // per_page)
+        if writes_host:
+            _check_duplicates(limits, "host ids", made.unit, made.host, made.host_pages)
+        else:
+            _check_duplicates(limits, "device ids", made.unit, made.device, made.device_pages)
     return made
 
 
@@ -94,56 +92,71 @@ def _check_tensor(limits: Limits, name: str, ids: torch.Tensor) -> None:
         raise ValueError(f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}")
 
 
-def _check_range(limits: Limits, name: str, ids: torch.Tensor, end: int) -> None:
-    if ids.numel() == 0:
+def _checked(limits: Limits, name: str, ids: list[int], end: int) -> list[int]:
+    if ids and (min(ids) < 0 or max(ids) >= end):
+        wrong = next(i for i in ids if i < 0 or i >= end)
+        raise ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {wrong}")
+    return ids
+
+
+def _check_duplicates(limits: Limits, name: str, unit: str, ids: list[int], pages: set[int] | None) -> None:
+    distinct = pages if unit == "pages" and pages is not None else set(ids)
+    if len(distinct) == len(ids):
         return
-    low, high = (int(value) for value in torch.aminmax(ids))
-    if low < 0 or high >= end:
-        raise ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {low if low < 0 else high}")
+    seen: set[int] = set()
+    twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+    raise ValueError(
+        f"{limits.pool}: {name}: {unit.removesuffix('s')} {twice} stands twice in one list; "
+        f"a destination may be written once"
+    )
 
 
-def _check_duplicates(limits: Limits, name: str, ids: torch.Tensor, unit: str) -> None:
-    ordered = ids.sort().values
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.numel():
-        raise ValueError(
-            f"{limits.pool}: {name}: {unit.removesuffix('s')} {int(twice[0])} stands twice in one list; "
-            f"a destination may be written once"
-        )
-
-
-def _check_reserved(limits: Limits, pages: torch.Tensor) -> None:
+def _check_reserved(limits: Limits, pages: set[int]) -> None:
     for page in limits.reserved:
-        if bool((pages == page).any()):
+        if page in pages:
             raise ValueError(f"{limits.pool}: device ids: {page} is reserved and is never moved")
 
 
-def _whole_pages(ids: torch.Tensor, page_size: int) -> torch.Tensor | None:
-    """Page ids when every page's tokens stand together and in order, else None."""
-    rows = ids.view(-1, page_size)
-    first = rows[:, 0]
-    if bool((first % page_size != 0).any()):
-        return None
-    if not torch.equal(rows, first[:, None] + torch.arange(page_size)):
-        return None
-    return first // page_size
-
-
-def _cpu_batch(limits: Limits, host: torch.Tensor, device: torch.Tensor, per_page: int) -> Batch:
-    if per_page == 1:
-        return Batch("pages", host, device, host)
+def _cpu_batch(limits: Limits, host: torch.Tensor, device: torch.Tensor, per_page: int, level: str) -> Batch:
+    ends = (limits.host_pages * per_page, limits.device_pages * per_page)
     host_pages, device_pages = _whole_pages(host, per_page), _whole_pages(device, per_page)
     if host_pages is not None and device_pages is not None:
-        return Batch("pages", host_pages, device_pages, host_pages)
-    _need_tokens(limits)
-    return Batch("tokens", host, device, torch.unique(host // per_page))
+        rows = _checked(limits, "host ids", host_pages, ends[0] // per_page)
+        others = _checked(limits, "device ids", device_pages, ends[1] // per_page)
+        touched = set(others)
+        _check_reserved(limits, touched)
+        return Batch("pages", rows, others, set(rows), touched)
+    _need_tokens(limits, level)
+    rows = _checked(limits, "host ids", host.tolist(), ends[0])
+    others = _checked(limits, "device ids", device.tolist(), ends[1])
+    touched = {i // per_page for i in others}
+    _check_reserved(limits, touched)
+    return Batch("tokens", rows, others, {i // per_page for i in rows}, touched)
 
 
-def _need_tokens(limits: Limits) -> None:
+def _whole_pages(ids: torch.Tensor, page_size: int) -> list[int] | None:
+    """Page ids when every page's tokens stand together and in order, else None."""
+    if page_size == 1:
+        return list(ids.tolist())
+    rows = ids.reshape(-1, page_size)
+    first = rows[:, 0]
+    if not torch.equal(rows, first[:, None] + torch.arange(page_size, dtype=ids.dtype)):
+        return None
+    starts = first.tolist()
+    if any(start % page_size for start in starts):
+        return None
+    return [start // page_size for start in starts]
+
+
+def _need_tokens(limits: Limits, level: str) -> None:
     if not limits.tokens:
         raise ValueError(
             f"{limits.pool}: the tokens of a page are scattered or out of order, and a component of this "
             f"pool has no token axis; hand over whole pages"
+        )
+    if level == "full":
+        raise ValueError(
+            f"{limits.pool}: the tokens of a page are scattered or out of order; validate='full' refuses that"
         )
 
 
@@ -151,13 +164,44 @@ def _device_batch(
     limits: Limits, host: torch.Tensor, device: torch.Tensor, per_page: int, level: str, writes_host: bool
 ) -> Batch:
     """Ids on the device are never copied back: the kernel reads them in place."""
-    pages = host if per_page == 1 else _whole_pages(host, per_page)
-    if pages is None:
+    rows = _whole_pages(host, per_page)
+    if rows is None:
         raise ValueError(
             f"{limits.pool}: host ids: with device ids on {device.device}, the tokens of each host page must "
             f"stand together and in order"
         )
-    _need_tokens(limits)
+    if not limits.tokens and per_page > 1:
+        raise ValueError(
+            f"{limits.pool}: device ids: a component of this pool has no token axis; hand over page ids "
+            f"(unit='page') or keep them on the CPU"
+        )
+    _checked(limits, "host ids", rows, limits.host_pages)
+    pages = set(rows)
     if level != "off" and writes_host:
-        _check_duplicates(limits, "host ids", pages, "pages")
-    return Batch("mixed", pages, device, pages)
+        _check_duplicates(limits, "host ids", "pages", rows, pages)
+    named = "tokens" if per_page > 1 else "pages"
+    if level != "full":
+        return Batch(named, rows, [], pages, None, device if per_page > 1 else _words(device))
+    clean, skipped = _cleaned(limits, device, per_page)
+
+    def bad() -> Sequence[int]:
+        return [row for row, skip in zip(rows, skipped.tolist(), strict=True) if skip]
+
+    return Batch(named, rows, [], pages, None, clean if per_page > 1 else _words(clean), bad)
+
+
+def _words(ids: torch.Tensor) -> torch.Tensor:
+    """Page ids as the 32-bit numbers that kernels read."""
+    return ids.to(torch.int32).contiguous()
+
+
+def _cleaned(limits: Limits, device: torch.Tensor, per_page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids with -1 (skipped by kernels) for every page that is out of range or not whole; which those are."""
+    ids = device.to(torch.int64).reshape(-1, per_page)
+    first = ids[:, :1]
+    steps = torch.arange(per_page, device=device.device)
+    wrong = (ids != first + steps).any(1) | (first[:, 0] % per_page != 0)
+    wrong |= (ids < 0).any(1) | (ids >= limits.device_pages * per_page).any(1)
+    for page in limits.reserved:
+        wrong |= first[:, 0] == page * per_page
+    return torch.where(wrong[:, None], -1, ids).reshape(-1), wrong

@@ -60,7 +60,9 @@ def request(unit: Unit, kind: str, flags: Sequence[str], arch: str) -> Request:
 def host_flags() -> tuple[str, ...]:
     """The flags of a `host.cpp`; POOLWRIGHT_OPTIMIZE sets another level, for tests that compile a lot."""
     level = env.text("OPTIMIZE")
-    return HOST_FLAGS if level == "2" else tuple(f"-O{level}" if flag == "-O2" else flag for flag in HOST_FLAGS)
+    return (
+        HOST_FLAGS if level == "2" else tuple(f"-O{level}" if flag == "-O2" else flag for flag in HOST_FLAGS)
+    )
 
 
 def host_libraries(units: Sequence[Unit]) -> list[Path]:
@@ -70,8 +72,7 @@ def host_libraries(units: Sequence[Unit]) -> list[Path]:
     CompileError (the libraries that did compile are kept), and BackendUnavailable for what is missing.
     """
     cache, compiler = Cache(env.cache_dir()), toolchain.find_cxx()
-    arch = f"{sys.platform}-{platform.machine()}"
-    requests = [request(unit, "host", host_flags(), arch) for unit in units]
+    requests = [_host_request(unit) for unit in units]
     if isinstance(compiler, Missing):
         return [_prebuilt(cache, *pair, compiler) for pair in zip(units, requests, strict=True)]
     keys = [Key(wanted, compiler) for wanted in requests]
@@ -97,12 +98,30 @@ def cubin(unit: Unit, arch: str, compiler: str | None = None) -> bytes:
     """
     kind = compiler or env.text("CUDA_COMPILER")
     cache, found = Cache(env.cache_dir()), toolchain.find_cuda(kind)
-    wanted = request(unit, "cubin", NVRTC_FLAGS if kind == "nvrtc" else NVCC_FLAGS, arch)
+    wanted = _cubin_request(unit, arch, kind)
     if isinstance(found, Missing):
         return _prebuilt(cache, unit, wanted, found).read_bytes()
     key = Key(wanted, found)
     build = _build_nvrtc if kind == "nvrtc" else _build_nvcc
     return cache.obtain([key], lambda _, scratch: build(cache, key, unit, scratch))[0].read_bytes()
+
+
+def is_cached(unit: Unit, arch: str | None = None) -> bool:
+    """Whether `host_libraries` (`arch` None) or `cubin` would find the unit compiled."""
+    kind = env.text("CUDA_COMPILER")
+    found = toolchain.find_cxx() if arch is None else toolchain.find_cuda(kind)
+    wanted = _host_request(unit) if arch is None else _cubin_request(unit, arch, kind)
+    cache = Cache(env.cache_dir())
+    binary = cache.find_any(wanted) if isinstance(found, Missing) else cache.find(Key(wanted, found))
+    return binary is not None
+
+
+def _host_request(unit: Unit) -> Request:
+    return request(unit, "host", host_flags(), f"{sys.platform}-{platform.machine()}")
+
+
+def _cubin_request(unit: Unit, arch: str, kind: str) -> Request:
+    return request(unit, "cubin", NVRTC_FLAGS if kind == "nvrtc" else NVCC_FLAGS, arch)
 
 
 def host_command(compiler: Compiler, unit: Unit, output: str) -> list[str]:

@@ -21,11 +21,13 @@ from poolwright.runtime.choice import Availability, Work
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
+from poolwright.runtime.indexing import host_view
 from poolwright.runtime.memory import HostBuffer, available_host_bytes
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
+from poolwright.runtime.staging import Ring
 from poolwright.runtime.ticket import Ticket
-from poolwright.runtime.transfer import Ring, Transfers, host_view
+from poolwright.runtime.transfer import Transfers
 
 PAGE_ALIGN = 256
 
@@ -85,7 +87,9 @@ class HostPool:
         self.staging_bytes, self.capture_bytes = staging_bytes, capture_bytes
         self._owner = os.getpid()
         self._bound: Binding | None = None
-        self._last: Ticket | None = None
+        self._limits: indices.Limits | None = None
+        self._forced = env.text("PATH")
+        self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
         self._destroyed = False
         self._backend = Backend(self.program, self.device, require)
         nbytes = self.host_layout(self.page_num).nbytes
@@ -189,7 +193,7 @@ class HostPool:
         """Give whole pages back; returns how many ids. Later transfers of them run behind `after`."""
         self._alive()
         pages = self._slots.pages_of(ids)
-        busy = self._transfers.in_flight(pages, after)
+        busy = self._transfers.in_flight(set(pages.tolist()), after)
         if busy is not None:
             raise ValueError(
                 f"{self.spec.name}: page {busy} is in flight; wait for its ticket or pass after=ticket"
@@ -218,9 +222,17 @@ class HostPool:
         self._alive()
         bound = self._backend.bind(self, tensors, self.layers if layer_ids is None else tuple(layer_ids))
         self._backend.compile(bound.align)
-        self._transfers.engine = self._backend.engine()
-        self._transfers.bind(bound)
+        self._transfers.bind(bound, self._backend.engine())
         self._bound = bound
+        self._choices.clear()
+        self._limits = indices.Limits(
+            pool=self.spec.name,
+            page_size=self.page_size,
+            host_pages=self.page_num,
+            device_pages=bound.pages,
+            reserved=self.spec.reserved,
+            tokens=self.program.tokens,
+        )
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
         """`bind` anew, after everything in flight."""
@@ -243,7 +255,7 @@ class HostPool:
         """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows."""
         ids = self._batch(host, device, unit, validate, True)
         taken = self._choose("write_back", ids, path, False)
-        return self._keep(self._transfers.write_back(ids, taken, self._caller(producer)))
+        return self._transfers.submit("write_back", ids, taken, self._caller(producer))
 
     def load(
         self,
@@ -268,7 +280,7 @@ class HostPool:
         named = [] if positions is None else [self.layers[position] for position in positions]
         ids = self._batch(host, device, unit, validate, False)
         taken = self._choose("load", ids, path, positions is not None)
-        return self._keep(self._transfers.load(ids, taken, self._caller(readers), positions, named))
+        return self._transfers.submit("load", ids, taken, self._caller(readers), positions, named)
 
     def path_report(self) -> tuple[Availability, ...]:
         """Every path: whether it can run here; when not, why, and the command that mends it."""
@@ -351,21 +363,22 @@ class HostPool:
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool
     ) -> indices.Batch:
         self._alive()
-        if self._bound is None:
+        if self._limits is None:
             raise PoolError(f"{self.spec.name}: no device tensors; call bind() before a transfer")
-        limits = indices.Limits(
-            pool=self.spec.name,
-            page_size=self.page_size,
-            host_pages=self.page_num,
-            device_pages=self._bound.pages,
-            reserved=self.spec.reserved,
-            tokens=self.program.tokens,
-        )
-        return indices.batch(limits, host, device, unit, validate, writes_host)
+        return indices.batch(self._limits, host, device, unit, validate, writes_host)
 
     def _choose(self, direction: str, batch: indices.Batch, path: str | None, layered: bool) -> str:
-        ranges = batch.pages.numel() * max(1, self._backend.range_count)
-        total = batch.pages.numel() * self.page_bytes
+        forced = self._forced if path is None else path
+        whole = not layered and (batch.unit == "pages" or batch.on_device is not None)
+        key = (direction, len(batch.host_pages), layered, whole, forced)
+        taken = self._choices.get(key)
+        if taken is None:
+            taken = self._choices[key] = self._decide(*key)
+        return taken
+
+    def _decide(self, direction: str, pages: int, layered: bool, whole: bool, forced: str) -> str:
+        ranges = pages * max(1, self._backend.range_count)
+        total = pages * self.page_bytes
         work = Work(
             direction=direction,
             range_bytes=total // max(1, ranges),
@@ -373,9 +386,8 @@ class HostPool:
             total=total,
             layered=layered,
             in_place=self.spec.updates == "in_place",
-            whole_pages=batch.unit != "tokens" and not layered,
+            whole_pages=whole,
         )
-        forced = path if path is not None else env.text("PATH")
         try:
             return choice.choose(work, self.path_report(), forced)
         except ValueError as error:
@@ -393,10 +405,6 @@ class HostPool:
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
-
-    def _keep(self, ticket: Ticket) -> Ticket:
-        self._last = ticket
-        return ticket
 
 
 def indices_align(nbytes: int) -> int:

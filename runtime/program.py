@@ -14,8 +14,6 @@ import torch
 from poolwright.runtime import jit
 from poolwright.runtime.description import DevicePart, HostLayout, PoolSpec, Walk, dtype_named, numbers
 
-ID_CAPACITIES = (128, 1024)
-LAYER_CAPACITY = 256
 MAX_LANES_WORK = (1 << 32) - (1 << 24)
 """Vectors one launch may count: its index has 32 bits, and the last lanes step past the end."""
 
@@ -140,48 +138,3 @@ def view(table: int, host: int, pages: int, strides: Sequence[int]) -> ctypes.Ar
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def capacity_for(count: int, walk: str) -> int:
-    """Which id capacity a launch of so many ids takes."""
-    small, large = ID_CAPACITIES
-    return small if count <= small and not walk.endswith("tokens") else large
-
-
-def pairs(capacity: int, host: Sequence[int], device: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
-    """``pw::Pairs<capacity>``."""
-    block = (ctypes.c_uint32 * (2 * capacity))()
-    block[: len(host)] = list(host)
-    block[capacity : capacity + len(device)] = list(device)
-    return block
-
-
-class _TokensTail(ctypes.Structure):
-    _fields_ = [
-        ("memory", ctypes.c_uint64),
-        ("step", ctypes.c_int64),
-        ("wide", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-    ]
-
-
-def tokens(
-    capacity: int,
-    host: Sequence[int],
-    device: Sequence[int],
-    memory: int = 0,
-    step: int = 0,
-    wide: bool = False,
-) -> ctypes.Array[ctypes.c_char]:
-    """``pw::Tokens<capacity>``: pairs of tokens, or host pages with device ids at `memory`."""
-    block = ctypes.create_string_buffer(capacity * 8 + ctypes.sizeof(_TokensTail))
-    (ctypes.c_uint32 * len(host)).from_buffer(block)[:] = list(host)
-    (ctypes.c_uint32 * len(device)).from_buffer(block, capacity * 4)[:] = list(device)
-    tail = _TokensTail.from_buffer(block, capacity * 8)
-    tail.memory, tail.step, tail.wide = memory, step, int(wide)
-    return block
-
-
-def layer_list(layers: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
-    """``pw::List<LAYER_CAPACITY>``."""
-    return (ctypes.c_uint32 * (LAYER_CAPACITY + 1))(len(layers), *layers)

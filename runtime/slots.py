@@ -113,6 +113,8 @@ class Slots:
             self._available += 1
             if self._freed is not None:
                 self._freed.append(page)
+                if len(self._freed) > self._listed:
+                    self._freed = None
         return self.page_size
 
     def free_pages(self, pages: torch.Tensor) -> int:

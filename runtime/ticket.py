@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Sequence
 
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
@@ -36,12 +34,26 @@ class Mark:
             self._driver.synchronize(self._driver.record(waiting))
 
 
+class LayerMarks:
+    """When each layer of a load is there: all at `event`, or as counters at `address` reach `value`."""
+
+    def __init__(
+        self, driver: Driver, event: Event, side: Stream = None, address: int = 0, value: int = 0
+    ) -> None:
+        self._driver, self._event, self._side = driver, event, side
+        self._address, self._value = address, value
+
+    def mark(self, position: int) -> Mark:
+        address = self._address + 4 * position if self._address else 0
+        return Mark(self._driver, self._event, self._side, address, self._value)
+
+
 class Ticket:
     """A submitted transfer: which way it goes, by which path, when it is done.
 
     A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
     what the pool hands out never depends on timing. `captured`: the device rows have been read and may
-    change. `bad` is asked once it is done: which host pages were skipped on the device.
+    change. `pages`: the host pages. `bad` is asked once it is done: which of them the device skipped.
     """
 
     def __init__(
@@ -50,19 +62,18 @@ class Ticket:
         pool: str,
         direction: str,
         path: str,
-        pages: torch.Tensor,
+        pages: set[int],
         event: Event,
         captured: Mark,
-        layers: Mapping[int, Mark],
-        keep: Sequence[object],
-        number: int,
+        layers: LayerMarks,
+        ids: Sequence[int],
         bad: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.pool, self.direction, self.path = pool, direction, path
-        self.pages, self.number, self.captured = pages, number, captured
+        self.pages, self.captured = pages, captured
         self.error: TransferError | None = None
-        self._driver, self._event, self._layers = driver, event, layers
-        self._keep: Sequence[object] = keep
+        self._driver, self._event = driver, event
+        self._layers, self._ids = layers, ids
         self._bad = bad
         self._lock = threading.Lock()
         self._acknowledged = False
@@ -98,11 +109,13 @@ class Ticket:
 
     def wait_layer(self, layer: int, stream: Stream = None) -> None:
         """As `wait`, for one layer of a load. Raises ValueError for a layer that it does not load."""
-        if layer not in self._layers:
-            known = ", ".join(map(str, self._layers)) or "none"
-            raise ValueError(f"layer {layer} is not part of this {self.direction} (layers {known})")
+        if layer not in self._ids:
+            known = ", ".join(map(str, self._ids)) or "none"
+            raise ValueError(
+                f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
+            )
         self._check()
-        self._layers[layer].wait(stream)
+        self._layers.mark(self._ids.index(layer)).wait(stream)
 
     def wait_all(self, stream: Stream = None) -> None:
         """As `wait`; the way to put a load in front of a CUDA graph's replay."""
@@ -114,7 +127,7 @@ class Ticket:
 
     def _broken(self, error: PoolError) -> None:
         """An error of the device fails the ticket for good: none of its pages may be used."""
-        self._fail(str(error), self.pages.tolist())
+        self._fail(str(error), sorted(self.pages))
         self._acknowledge()
 
     def _fail(self, cause: str, pages: Sequence[int]) -> None:
@@ -126,7 +139,7 @@ class Ticket:
                 skipped = self._bad()
                 if skipped:
                     self._fail("their device ids are out of range or not whole pages", skipped)
-            self._acknowledged, self._keep, self._bad = True, (), None
+            self._acknowledged, self._bad = True, None
 
     def _check(self) -> None:
         if self.error is not None:

@@ -7,6 +7,7 @@ Three stand behind it: ``host`` (the CPU, executing at once), ``cuda`` (the CUDA
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +26,16 @@ class Memory:
     tensor: Any
 
 
+class Parameters:
+    """Blocks of a launch's parameters, in order, and the array of their addresses that drivers take."""
+
+    __slots__ = ("blocks", "pointers")
+
+    def __init__(self, *blocks: ctypes._CData) -> None:
+        self.blocks = blocks
+        self.pointers = (ctypes.c_void_p * len(blocks))(*[ctypes.addressof(block) for block in blocks])
+
+
 class Kernels(Protocol):
     """Compiled kernels of one program. `grid`: blocks of a launch by its purpose; `block`: lanes of each."""
 
@@ -34,10 +45,8 @@ class Kernels(Protocol):
     @property
     def block(self) -> int: ...
 
-    def launch(
-        self, name: str, grid: int, block: int, params: Sequence[ctypes._CData], stream: Stream
-    ) -> None:
-        """Run kernel `name` after everything before it in `stream`. Raises TransferError."""
+    def launch(self, name: str, grid: int, block: int, params: Parameters, stream: Stream) -> None:
+        """Run kernel `name` after everything before it in `stream`; `params` are copied. Raises PoolError."""
         ...
 
 
@@ -98,8 +107,12 @@ class Driver(Protocol):
         """Copy runs of bytes in `stream`, in any order among themselves; `inward`: host to device."""
         ...
 
-    def write(self, address: int, values: Sequence[int], stream: Stream) -> None:
-        """Write 32-bit numbers to device memory in `stream`."""
+    def upload(self, address: int, values: array[int], stream: Stream) -> None:
+        """Copy numbers to device memory in `stream`; they may be dropped when the call returns."""
+        ...
+
+    def fill(self, address: int, value: int, count: int, stream: Stream) -> None:
+        """Set `count` 32-bit numbers of device memory in `stream`."""
         ...
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 
-from poolwright.runtime.driver import Event, Memory, Stream
+from poolwright.runtime.driver import Event, Memory, Parameters, Stream
 from poolwright.runtime.errors import BackendUnavailable, PoolError
 
 BATCH_LIMIT = 4096
 """Descriptors of one batch call: very long ones have crashed drivers."""
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read after earlier work of the stream
 _ATTRIBUTES = 64  # more than sizeof(CUmemcpyAttributes) of any version; the rest stays zero
 
@@ -68,14 +71,11 @@ class CudaKernels:
                 _check(driver.cuFuncLoad(function), f"load kernel {name}")
                 self._functions[name] = function
 
-    def launch(
-        self, name: str, grid: int, block: int, params: Sequence[ctypes._CData], stream: Stream
-    ) -> None:
-        pointers = (ctypes.c_void_p * len(params))(*[ctypes.addressof(param) for param in params])
-        function = self._functions[name]
-        result = self._launch(function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+    def launch(self, name: str, grid: int, block: int, params: Parameters, stream: Stream) -> None:
+        address = ctypes.addressof(params.pointers)
+        result = self._launch(self._functions[name], grid, 1, 1, block, 1, 1, 0, stream, address, 0)
         if int(result[0]) != 0:
-            _check(result, f"launch {name}")
+            _check((*result, None), f"launch {name}")
 
 
 class CudaDriver:
@@ -97,14 +97,13 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._batch = _BatchCopy()
 
+    def guard(self) -> AbstractContextManager[None]:
+        # torch's current device is the context that is current in this thread.
+        return _NOTHING if torch.cuda.current_device() == self.device.index else self._pushed()
+
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Make this device's context current: a caller's thread may have another device."""
+    def _pushed(self) -> Iterator[None]:
         api = self._api
-        current = _check(api.cuCtxGetCurrent(), "current context")
-        if int(current) == int(self._context):
-            yield
-            return
         _check((*api.cuCtxPushCurrent(self._context), None), "push context")
         try:
             yield
@@ -112,7 +111,9 @@ class CudaDriver:
             api.cuCtxPopCurrent()
 
     def admit(self, stream: Stream, what: str) -> None:
-        status = _check(self._api.cuStreamIsCapturing(_handle(stream)), "capture status")
+        code, status = self._api.cuStreamIsCapturing(_handle(stream))
+        if int(code) != 0:
+            _check((code, status), "capture status")
         if int(status) != 0:
             raise PoolError(
                 f"{what} cannot be captured into a CUDA graph; submit it before the replay, then wait_all()"
@@ -143,10 +144,11 @@ class CudaDriver:
             return int(_check(self._api.cuStreamCreate(1), "create a stream"))  # 1: non-blocking
 
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device))
+        external: Any = torch.cuda.ExternalStream
+        return torch.cuda.stream(external(stream, self.device))
 
     def current_stream(self) -> Stream:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def record(self, stream: Stream) -> Event:
         try:
@@ -165,11 +167,10 @@ class CudaDriver:
             _check((*result, None), "wait for an event")
 
     def done(self, event: Event) -> bool:
-        result = self._api.cuEventQuery(event.handle)
-        if int(result[0]) == 600:  # CUDA_ERROR_NOT_READY
-            return False
-        _check((*result, None), "ask for an event")
-        return True
+        code = int(self._api.cuEventQuery(event.handle)[0])
+        if code not in (0, _NOT_READY):
+            _check((*self._api.cuEventQuery(event.handle), None), "ask for an event")
+        return code == 0
 
     def synchronize(self, event: Event) -> None:
         _check((*self._api.cuEventSynchronize(event.handle), None), "wait for an event")
@@ -187,17 +188,17 @@ class CudaDriver:
             for target, origin, size in zip(*part, strict=True):
                 _check((*call(target, origin, size, _handle(stream)), None), f"copy {size:,} bytes")
 
-    def write(self, address: int, values: Sequence[int], stream: Stream) -> None:
-        if len(set(values)) == 1:
-            result = self._api.cuMemsetD32Async(address, values[0], len(values), _handle(stream))
+    def upload(self, address: int, values: array[int], stream: Stream) -> None:
+        source, size = values.buffer_info()[0], values.itemsize * len(values)
+        # From pageable memory: the driver has read the numbers when the call returns.
+        result = self._api.cuMemcpyHtoDAsync(address, source, size, _handle(stream))
+        if int(result[0]) != 0:
+            _check((*result, None), "write device memory")
+
+    def fill(self, address: int, value: int, count: int, stream: Stream) -> None:
+        result = self._api.cuMemsetD32Async(address, value, count, _handle(stream))
+        if int(result[0]) != 0:
             _check((*result, None), "fill device memory")
-            return
-        block = (ctypes.c_uint32 * len(values))(*values)
-        size = ctypes.sizeof(block)
-        # From pageable memory: the driver has read `block` when the call returns.
-        result = self._api.cuMemcpyHtoDAsync(address, ctypes.addressof(block), size, _handle(stream))
-        _check((*result, None), "write device memory")
-        self.synchronize(self.record(stream))
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         result = self._api.cuStreamWaitValue32(_handle(stream), address, value, 0)  # 0: at least
@@ -240,7 +241,7 @@ class _BatchCopy:
 
 def _handle(stream: Stream) -> int:
     """The integer of a stream, whoever made it."""
-    return int(getattr(stream, "cuda_stream", stream))
+    return stream if type(stream) is int else int(stream.cuda_stream)
 
 
 def cuda_driver(device: torch.device) -> CudaDriver:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
 
-from poolwright.runtime.driver import Event, Memory, Stream
+from poolwright.runtime.driver import Event, Memory, Parameters, Stream
 
 
 class HostKernels:
@@ -22,11 +23,9 @@ class HostKernels:
     def __init__(self, build: Callable[[], ctypes.CDLL]) -> None:
         self._library = functools.cache(build)
 
-    def launch(
-        self, name: str, grid: int, block: int, params: Sequence[ctypes._CData], stream: Stream
-    ) -> None:
-        pointers = (ctypes.c_void_p * len(params))(*(ctypes.addressof(param) for param in params))
-        getattr(self._library(), f"lanes_{name}")(ctypes.c_uint32(grid), ctypes.c_uint32(block), pointers)
+    def launch(self, name: str, grid: int, block: int, params: Parameters, stream: Stream) -> None:
+        function = getattr(self._library(), f"lanes_{name}")
+        function(ctypes.c_uint32(grid), ctypes.c_uint32(block), params.pointers)
 
 
 class HostDriver:
@@ -79,9 +78,11 @@ class HostDriver:
         for target, origin, size in zip(to, source, sizes, strict=True):
             ctypes.memmove(target, origin, size)
 
-    def write(self, address: int, values: Sequence[int], stream: Stream) -> None:
-        block = (ctypes.c_uint32 * len(values))(*values)
-        ctypes.memmove(address, block, ctypes.sizeof(block))
+    def upload(self, address: int, values: array[int], stream: Stream) -> None:
+        ctypes.memmove(address, values.buffer_info()[0], values.itemsize * len(values))
+
+    def fill(self, address: int, value: int, count: int, stream: Stream) -> None:
+        self.upload(address, array("I", [value] * count), stream)
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         found = ctypes.c_uint32.from_address(address).value

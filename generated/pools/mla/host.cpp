@@ -108,49 +108,49 @@ PW_EXPORT void atoms_tokens(const View* view, const i64* host_ids, const i64* de
 
 #else  // PW_LANES
 
-PW_EXPORT void lanes_write_back_pages_128(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_write_back_pages_few(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Pairs<128>& ids = *(const pw::Pairs<128>*)params[1];
   const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_pages_128(view, ids, count); });
+  pw::each_lane(grid, block, [&] { write_back_pages_few(view, ids, count); });
 }
 
-PW_EXPORT void lanes_load_pages_128(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_load_pages_few(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Pairs<128>& ids = *(const pw::Pairs<128>*)params[1];
   const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { load_pages_128(view, ids, count); });
+  pw::each_lane(grid, block, [&] { load_pages_few(view, ids, count); });
 }
 
-PW_EXPORT void lanes_write_back_pages_1024(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Pairs<1024>& ids = *(const pw::Pairs<1024>*)params[1];
+  const pw::Listed& ids = *(const pw::Listed*)params[1];
   const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_pages_1024(view, ids, count); });
+  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, count); });
 }
 
-PW_EXPORT void lanes_load_pages_1024(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Pairs<1024>& ids = *(const pw::Pairs<1024>*)params[1];
+  const pw::Listed& ids = *(const pw::Listed*)params[1];
   const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { load_pages_1024(view, ids, count); });
+  pw::each_lane(grid, block, [&] { load_pages(view, ids, count); });
 }
 
-PW_EXPORT void lanes_write_back_tokens_1024(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_write_back_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Tokens<1024>& ids = *(const pw::Tokens<1024>*)params[1];
+  const pw::TokenIds& ids = *(const pw::TokenIds*)params[1];
   const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_tokens_1024(view, ids, count); });
+  pw::each_lane(grid, block, [&] { write_back_tokens(view, ids, count); });
 }
 
-PW_EXPORT void lanes_load_tokens_1024(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_load_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Tokens<1024>& ids = *(const pw::Tokens<1024>*)params[1];
+  const pw::TokenIds& ids = *(const pw::TokenIds*)params[1];
   const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { load_tokens_1024(view, ids, count); });
+  pw::each_lane(grid, block, [&] { load_tokens(view, ids, count); });
 }
 
-PW_EXPORT void lanes_load_layer_pages_128(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_load_layer_pages_few(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Pairs<128>& ids = *(const pw::Pairs<128>*)params[1];
   const u32 count = *(const u32*)params[2];
@@ -164,9 +164,9 @@ PW_EXPORT void lanes_load_layer_pages_128(u32 grid, u32 block, void** params) {
   }
 }
 
-PW_EXPORT void lanes_load_layer_pages_1024(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Pairs<1024>& ids = *(const pw::Pairs<1024>*)params[1];
+  const pw::Listed& ids = *(const pw::Listed*)params[1];
   const u32 count = *(const u32*)params[2];
   const pw::List<256>& layers = *(const pw::List<256>*)params[3];
   u32* const done = *(u32**)params[4];
@@ -178,15 +178,15 @@ PW_EXPORT void lanes_load_layer_pages_1024(u32 grid, u32 block, void** params) {
   }
 }
 
-PW_EXPORT void lanes_load_layer_tokens_1024(u32 grid, u32 block, void** params) {
+PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Tokens<1024>& ids = *(const pw::Tokens<1024>*)params[1];
+  const pw::TokenIds& ids = *(const pw::TokenIds*)params[1];
   const u32 count = *(const u32*)params[2];
   const pw::List<256>& layers = *(const pw::List<256>*)params[3];
   u32* const done = *(u32**)params[4];
   for (u32 n = 0; n < layers.count; ++n) {
     const u32 layer = layers.at[n];
-    const auto body = [&] { move_layer_tokens<pw::Load>(view, ids.tokens(), count, layer); };
+    const auto body = [&] { move_layer_tokens<pw::Load>(view, ids, count, layer); };
     pw::each_lane(grid, block, body);
     if (done != nullptr) done[n] += grid;
   }

@@ -18,8 +18,10 @@ PW_BODY void move_kv_pages(const View& view, const pw::PageIds& ids, const u32 c
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
       const u32 at = first + n * pw::lanes();
+      to[n] = nullptr;
       if (at >= total) continue;
       const u32 id = at / pw::divisor(i64(runs) * vectors);
+      if (ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
@@ -27,7 +29,7 @@ PW_BODY void move_kv_pages(const View& view, const pw::PageIds& ids, const u32 c
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
-      if (first + n * pw::lanes() < total) pw::store(to[n], held[n]);
+      if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
 }
@@ -45,8 +47,10 @@ PW_BODY void move_kv_tokens(const View& view, const pw::TokenIds& ids, const u32
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
       const u32 at = first + n * pw::lanes();
+      to[n] = nullptr;
       if (at >= total) continue;
       const u32 id = at / pw::divisor(i64(runs) * vectors);
+      if (ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_tokens(view, ids.host(id, u32(page_size)), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
@@ -54,7 +58,7 @@ PW_BODY void move_kv_tokens(const View& view, const pw::TokenIds& ids, const u32
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
-      if (first + n * pw::lanes() < total) pw::store(to[n], held[n]);
+      if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
 }
@@ -72,8 +76,10 @@ PW_BODY void move_kv_layer_pages(const View& view, const pw::PageIds& ids, const
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
       const u32 at = first + n * pw::lanes();
+      to[n] = nullptr;
       if (at >= total) continue;
       const u32 id = at / pw::divisor(i64(runs) * vectors);
+      if (ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_layer_pages(view, ids.host(id), ids.device(id), layer, at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
@@ -81,7 +87,7 @@ PW_BODY void move_kv_layer_pages(const View& view, const pw::PageIds& ids, const
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
-      if (first + n * pw::lanes() < total) pw::store(to[n], held[n]);
+      if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
 }
@@ -99,8 +105,10 @@ PW_BODY void move_kv_layer_tokens(const View& view, const pw::TokenIds& ids, con
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
       const u32 at = first + n * pw::lanes();
+      to[n] = nullptr;
       if (at >= total) continue;
       const u32 id = at / pw::divisor(i64(runs) * vectors);
+      if (ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_layer_tokens(view, ids.host(id, u32(page_size)), ids.device(id), layer, at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
@@ -108,7 +116,7 @@ PW_BODY void move_kv_layer_tokens(const View& view, const pw::TokenIds& ids, con
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
-      if (first + n * pw::lanes() < total) pw::store(to[n], held[n]);
+      if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
 }
@@ -138,43 +146,43 @@ PW_FN void move_layer_tokens(const View& view, const pw::TokenIds& ids, const u3
 }
 
 #if !defined(PW_PART) || PW_PART == 1  // write_back_pages
-PW_KERNEL write_back_pages_128(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
+PW_KERNEL write_back_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
   move_pages<pw::WriteBack>(view, ids.pages(), count);
 }
-PW_KERNEL write_back_pages_1024(PW_PARAM View view, PW_PARAM pw::Pairs<1024> ids, u32 count) {
+PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count) {
   move_pages<pw::WriteBack>(view, ids.pages(), count);
 }
 #endif
 
 #if !defined(PW_PART) || PW_PART == 2  // load_pages
-PW_KERNEL load_pages_128(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
+PW_KERNEL load_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
   move_pages<pw::Load>(view, ids.pages(), count);
 }
-PW_KERNEL load_pages_1024(PW_PARAM View view, PW_PARAM pw::Pairs<1024> ids, u32 count) {
+PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count) {
   move_pages<pw::Load>(view, ids.pages(), count);
 }
 #endif
 
 #if !defined(PW_PART) || PW_PART == 3  // write_back_tokens
-PW_KERNEL write_back_tokens_1024(PW_PARAM View view, PW_PARAM pw::Tokens<1024> ids, u32 count) {
-  move_tokens<pw::WriteBack>(view, ids.tokens(), count);
+PW_KERNEL write_back_tokens(PW_PARAM View view, PW_PARAM pw::TokenIds ids, u32 count) {
+  move_tokens<pw::WriteBack>(view, ids, count);
 }
 #endif
 
 #if !defined(PW_PART) || PW_PART == 4  // load_tokens
-PW_KERNEL load_tokens_1024(PW_PARAM View view, PW_PARAM pw::Tokens<1024> ids, u32 count) {
-  move_tokens<pw::Load>(view, ids.tokens(), count);
+PW_KERNEL load_tokens(PW_PARAM View view, PW_PARAM pw::TokenIds ids, u32 count) {
+  move_tokens<pw::Load>(view, ids, count);
 }
 #endif
 
 #if !defined(PW_PART) || PW_PART == 5  // load_layer_pages
-PW_KERNEL load_layer_pages_128(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
+PW_KERNEL load_layer_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
   for (u32 n = 0; n < layers.count; ++n) {
     move_layer_pages<pw::Load>(view, ids.pages(), count, layers.at[n]);
     pw::arrive(done, n);
   }
 }
-PW_KERNEL load_layer_pages_1024(PW_PARAM View view, PW_PARAM pw::Pairs<1024> ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
+PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
   for (u32 n = 0; n < layers.count; ++n) {
     move_layer_pages<pw::Load>(view, ids.pages(), count, layers.at[n]);
     pw::arrive(done, n);
@@ -183,9 +191,9 @@ PW_KERNEL load_layer_pages_1024(PW_PARAM View view, PW_PARAM pw::Pairs<1024> ids
 #endif
 
 #if !defined(PW_PART) || PW_PART == 6  // load_layer_tokens
-PW_KERNEL load_layer_tokens_1024(PW_PARAM View view, PW_PARAM pw::Tokens<1024> ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
+PW_KERNEL load_layer_tokens(PW_PARAM View view, PW_PARAM pw::TokenIds ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
   for (u32 n = 0; n < layers.count; ++n) {
-    move_layer_tokens<pw::Load>(view, ids.tokens(), count, layers.at[n]);
+    move_layer_tokens<pw::Load>(view, ids, count, layers.at[n]);
     pw::arrive(done, n);
   }
 }

@@ -78,6 +78,9 @@ struct Load {
   static PW_FN char* to(const Run& run) { return run.device; }
 };
 
+// An id that stands for nothing: checks on the device put it where they found a wrong one.
+static constexpr u32 skipped = 0xffffffffu;
+
 // Page ids of one launch, in pairs.
 struct PageIds {
   const u32* host_ids;
@@ -92,7 +95,7 @@ struct TokenIds {
   const u32* device_ids;
   u64 memory;  // address of the first device id, 0 for pairs
   i64 step;    // ids from one to the next
-  u32 wide;    // 1: 64-bit ids, 0: 32-bit
+  u64 wide;    // 1: 64-bit ids, 0: 32-bit
   PW_FN u32 host(u32 n, u32 page_size) const {
     return memory ? host_ids[n / page_size] * page_size + n % page_size : host_ids[n];
   }
@@ -103,20 +106,16 @@ struct TokenIds {
   }
 };
 
-// Ids that travel in the kernel's parameters.
+// Few page ids travel in the kernel's parameters, many lie in device memory.
 template <u32 capacity> struct Pairs {
   u32 host_ids[capacity];
   u32 device_ids[capacity];
   PW_FN PageIds pages() const { return {host_ids, device_ids}; }
 };
-template <u32 capacity> struct Tokens {
-  u32 host_ids[capacity];
-  u32 device_ids[capacity];
-  u64 memory;
-  i64 step;
-  u32 wide;
-  u32 unused;
-  PW_FN TokenIds tokens() const { return {host_ids, device_ids, memory, step, wide}; }
+struct Listed {
+  const u32* host_ids;
+  const u32* device_ids;
+  PW_FN PageIds pages() const { return {host_ids, device_ids}; }
 };
 
 // A short list of numbers in the parameters.

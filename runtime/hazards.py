@@ -1,0 +1,75 @@
+"""Which submissions still run and what they touch, so that later ones can be put behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from poolwright.runtime.driver import Driver, Event
+from poolwright.runtime.indices import Batch
+from poolwright.runtime.ticket import Ticket
+
+
+class Submission(NamedTuple):
+    """A submission that may still run. `keep`: what must stay alive until `event`."""
+
+    direction: str
+    event: Event
+    batch: Batch
+    keep: object
+
+    def meets(self, batch: Batch) -> bool:
+        """Whether both touch a page, on either side; pages that only the device knows may be any."""
+        if not self.batch.host_pages.isdisjoint(batch.host_pages):
+            return True
+        mine, theirs = self.batch.device_pages, batch.device_pages
+        return mine is None or theirs is None or not mine.isdisjoint(theirs)
+
+
+class Hazards:
+    """Running submissions by number, and tickets whose end the caller does not know yet."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._running: dict[int, Submission] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._swept = 32
+
+    def add(self, number: int, submission: Submission, ticket: Ticket | None) -> None:
+        self._running[number] = submission
+        if ticket is not None:
+            self._tickets[number] = ticket
+
+    def forget(self) -> None:
+        """Drop what is over. What the pool hands out does not depend on it."""
+        over = [number for number, entry in self._running.items() if self._driver.done(entry.event)]
+        for number in over:
+            del self._running[number]
+        if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
+            self._tickets = {n: ticket for n, ticket in self._tickets.items() if not ticket.acknowledged}
+            self._swept = 2 * len(self._tickets) + 32
+
+    def before(self, direction: str, batch: Batch) -> Iterator[Event]:
+        """Events of the other direction's submissions that touch the same pages.
+
+        Those of the same direction are ordered by their stream.
+        """
+        for entry in self._running.values():
+            if entry.direction != direction and entry.meets(batch):
+                yield entry.event
+
+    def in_flight(self, pages: set[int], after: Ticket | None) -> int | None:
+        """A page among these whose transfer the caller does not know to be done, or None."""
+        for ticket in self._tickets.values():
+            if ticket is not after and not ticket.acknowledged and not ticket.pages.isdisjoint(pages):
+                return min(ticket.pages & pages)
+        return None
+
+    def drain(self) -> None:
+        """Block until everything has run; no ticket keeps its pages after that."""
+        for entry in self._running.values():
+            self._driver.synchronize(entry.event)
+        self._running.clear()
+        for ticket in self._tickets.values():
+            ticket.detach()
+        self._tickets.clear()

@@ -1,0 +1,91 @@
+"""The last resort: moves pages by torch indexing over byte views, right everywhere, fast nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from poolwright.runtime.description import HostLayout
+from poolwright.runtime.indices import Batch
+from poolwright.runtime.program import SizedProgram
+
+
+def host_view(buffer: torch.Tensor, layout: HostLayout, ident: str, size: int) -> torch.Tensor:
+    """A component of a host (or staging) buffer: its axes, and the `size` bytes of one item last."""
+    part = layout.part(ident)
+    shape = [extent for _, extent, _ in part.axes]
+    strides = [step for _, _, step in part.axes]
+    return buffer.as_strided([*shape, size], [*strides, 1], buffer.storage_offset() + part.base)
+
+
+def move(
+    program: SizedProgram,
+    layout: HostLayout,
+    buffer: torch.Tensor,
+    views: Mapping[str, Sequence[torch.Tensor]],
+    direction: str,
+    batch: Batch,
+    layers: Sequence[int] | None,
+) -> None:
+    """Move a batch between `buffer` (uint8, all host bytes) and the bound tensors' byte views."""
+    pages, tokens = _ids(batch, program.sizes["page_size"])
+    for part in program.device:
+        if not program.present(part.ident):
+            continue
+        bound = views[part.ident]
+        host = host_view(buffer, layout, part.ident, bound[0].shape[-1])
+        host_axes = [*(axis for axis, _, _ in layout.part(part.ident).axes), "byte"]
+        axes = [*(axis for axis, _, _ in part.axes), "byte"]
+        for layer in _layers(host, host_axes, layers):
+            mine, mine_axes = _layer_of(host, host_axes, layer)
+            tensor = bound[layer if part.table is not None else 0]
+            theirs, their_axes = (tensor, axes) if part.table is not None else _layer_of(tensor, axes, layer)
+            lead = _lead(their_axes)
+            mine = mine.permute([mine_axes.index(axis) for axis in lead])
+            theirs = theirs.permute([their_axes.index(axis) for axis in lead])
+            both = [pages] if tokens is None or "token" not in lead else [pages, tokens]
+            at_host = tuple(here for here, _ in both)
+            at_device = tuple(there.to(theirs.device) for _, there in both)
+            if direction == "write_back":
+                mine[at_host] = theirs[at_device].to(mine.device)
+            else:
+                theirs[at_device] = mine[at_host].to(theirs.device)
+
+
+Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+def _ids(batch: Batch, page_size: int) -> tuple[Pairs, Pairs | None]:
+    """(host, device) pages, and tokens within them when ids address tokens; skipped ids left out."""
+    host = torch.tensor(batch.host, dtype=torch.int64)
+    if batch.on_device is None:
+        device = torch.tensor(batch.device, dtype=torch.int64)
+    else:
+        device = batch.on_device.to("cpu", torch.int64)
+        if batch.unit == "tokens":
+            host = (host[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+        host, device = host[device >= 0], device[device >= 0]
+    if batch.unit == "pages":
+        return (host, device), None
+    return (host // page_size, device // page_size), (host % page_size, device % page_size)
+
+
+def _layers(host: torch.Tensor, axes: Sequence[str], layers: Sequence[int] | None) -> Sequence[int]:
+    """Positions to move; a component without a layer axis moves with the first layer."""
+    if "layer" not in axes:
+        return [0] if layers is None or 0 in layers else []
+    return range(host.shape[axes.index("layer")]) if layers is None else layers
+
+
+def _layer_of(tensor: torch.Tensor, axes: Sequence[str], layer: int) -> tuple[torch.Tensor, list[str]]:
+    if "layer" not in axes:
+        return tensor, list(axes)
+    at = list(axes).index("layer")
+    return tensor.select(at, layer), [*axes[:at], *axes[at + 1 :]]
+
+
+def _lead(axes: Sequence[str]) -> list[str]:
+    """Page and token first, so that they can be indexed together."""
+    first = [axis for axis in ("page", "token") if axis in axes]
+    return first + [axis for axis in axes if axis not in first]

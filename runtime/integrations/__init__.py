@@ -1,0 +1,1 @@
+"""Bridges to other libraries: each module takes their objects and imports the library only when it runs."""

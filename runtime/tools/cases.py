@@ -1,0 +1,356 @@
+"""One pool, form, layout and set of sizes in; every transfer worth comparing, and what it did wrong, out."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from poolwright.runtime.description import HostLayout, PageRanges
+from poolwright.runtime.pool import HostPool
+from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.tools import oracle
+from poolwright.runtime.tools.samples import Sample, arguments, takes_page_size
+
+COUNTS = (1, 63, 64, 65, 128, 129)
+HOST_PAGES, DEVICE_PAGES = 131, 137
+STAGING_PAGES = 7
+MEMORY_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """One transfer. `host`, `device`: page ids. `shuffled`: single tokens, out of order. `layers`: ids."""
+
+    direction: str
+    path: str
+    unit: str
+    host: torch.Tensor
+    device: torch.Tensor
+    dtype: torch.dtype = torch.int64
+    shuffled: bool = False
+    layers: tuple[int, ...] | None = None
+    order: str = "bulk"
+    validate: str = "cheap"
+    strided: bool = False
+    on_device: bool = False
+
+    @property
+    def label(self) -> str:
+        words = [self.direction, f"path {self.path}", f"{self.host.numel()} pages by {self.unit}"]
+        words += ["tokens shuffled"] if self.shuffled else []
+        words += [f"layers {list(self.layers)}"] if self.layers is not None else []
+        words += ["in layer order"] if self.order == "layer" else []
+        return ", ".join(words)
+
+
+def sized(pool_class: type[HostPool], sample: Sample, form: str, layout: str) -> SizedProgram:
+    """The program of these sizes, before anything is built."""
+    params, dtypes, layers = sample.params, sample.dtypes, sample.layers
+    page_size = sample.page_size if takes_page_size(pool_class) else 1
+    return pool_class.sized(params, dtypes, layers, sample.variants, page_size, layout, form)
+
+
+class Bench:
+    """A built and bound pool with its oracle. Raises whatever building or binding raises."""
+
+    def __init__(
+        self, pool_class: type[HostPool], sample: Sample, form: str, layout: str, device: str = "cpu"
+    ) -> None:
+        self.spec, self.sample = pool_class.spec, sample
+        given: dict[str, Any] = {**arguments(pool_class, sample), "form": form, "layout": layout}
+        page = pool_class.required_bytes(**given, capacity_pages=1)  # type: ignore[attr-defined]
+        given["staging_bytes"] = pool_class.STAGING_SLOTS * STAGING_PAGES * page.host
+        self.required = pool_class.required_bytes(**given, capacity_pages=HOST_PAGES)  # type: ignore[attr-defined]
+        self.pool: HostPool = pool_class(**given, capacity_pages=HOST_PAGES, device=device)
+        sizes, dtypes, variants = self.pool.sizes, sample.dtypes, sample.variants
+        self._facts = (self.spec, sizes, dtypes, variants)
+        self.host = oracle.host(*self._facts, layout, HOST_PAGES)
+        self.device = oracle.device(
+            *self._facts, form, DEVICE_PAGES, self.pool.layers, sample.shift, self.pool.device
+        )
+        self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
+        self._random = torch.Generator().manual_seed(20)
+        self._places = {at.name: at for at in self.device.bytes}
+
+    def close(self) -> None:
+        """Give the pool's memory back."""
+        self.pool.destroy()
+
+    # ---- sizes
+
+    def sizes(self) -> Iterator[str]:
+        """Everything that can be compared without a transfer, one text each."""
+        yield self._paths()
+        for pages in (1, 3, HOST_PAGES):
+            found = oracle.host(*self._facts, self.pool.layout, pages)
+            layout = self.pool.host_layout(pages)
+            yield self._layout(layout, found, pages)
+            yield self._ranges(layout, found, pages)
+        yield self._required()
+        yield self._staging()
+
+    def _paths(self) -> str:
+        """Nothing is compared by a path that is not there."""
+        missing = [path for path in self.pool.path_report() if not path.available]
+        wanted = [p for p in missing if p.path != "host" or self.pool.device.type == "cpu"]
+        return "".join(f"path {path.path} cannot run: {path.reason}" for path in wanted[:1])
+
+    def _layout(self, layout: HostLayout, found: oracle.Host, pages: int) -> str:
+        if layout.nbytes != found.nbytes:
+            return f"host bytes of {pages} pages: expected {found.nbytes}, got {layout.nbytes}"
+        numbers = torch.arange(layout.nbytes)
+        for part in oracle.parts(*self._facts[:3]):
+            if part.empty or part.name not in {at.name for at in found.bytes}:
+                continue  # nothing of it, or a record, whose bytes are compared by its components
+            here = layout.part(part.ident)
+            shape = [*(extent for _, extent, _ in here.axes), part.itemsize]
+            reach = here.base + sum((extent - 1) * step for _, extent, step in here.axes) + part.itemsize
+            if reach > layout.nbytes:
+                return f"{part.name}: {pages} pages reach to byte {reach} of {layout.nbytes}"
+            seen = numbers.as_strided(shape, [*(step for _, _, step in here.axes), 1], here.base)
+            names = (*(axis for axis, _, _ in here.axes), "byte")
+            seen = seen.permute([names.index(axis) for axis in part.names])
+            expected = next(at for at in found.bytes if at.name == part.name)
+            if seen.shape != expected.at.shape or not torch.equal(seen, expected.at):
+                return f"{part.name}: base, extents or strides of pool.py differ from the layout's order"
+        return ""
+
+    def _ranges(self, layout: HostLayout, found: oracle.Host, pages: int) -> str:
+        """Ranges of a page hold its bytes, those of all pages hold every byte once, save gaps."""
+        owner = torch.full((layout.nbytes,), -1)
+        total = 0
+        for of in layout.ranges:
+            starts = range_starts(of)
+            total += len(starts) * of.nbytes
+            for start, page in itertools.product(starts, range(pages)):
+                first = start + page * of.nbytes
+                if of.nbytes and (first < 0 or first + of.nbytes > layout.nbytes):
+                    return f"a range of page {page} is bytes {first} on, {of.nbytes} of {layout.nbytes}"
+                if bool((owner[first : first + of.nbytes] != -1).any()):
+                    return f"byte {first} on is in two ranges"
+                owner[first : first + of.nbytes] = page
+        if total != layout.page_bytes:
+            return f"ranges of a page: expected page_bytes {layout.page_bytes} in all, got {total}"
+        for at in found.bytes:
+            own = torch.arange(pages).view(-1, *[1] * (at.at.dim() - 1))
+            if not bool((owner[at.at] == own).all()):
+                return f"{at.name}: ranges of {pages} pages do not hold the bytes of their page"
+        inside = torch.cat([at.at.flatten() for at in found.bytes]).numel()
+        gaps = layout.nbytes - inside
+        uncovered = int((owner == -1).sum())
+        return "" if uncovered <= gaps else f"{uncovered} bytes are in no range, but only {gaps} are gaps"
+
+    def _required(self) -> str:
+        pool, required = self.pool, self.required
+        taken = (pool.page_num, pool.kv_buffer.numel(), pool.page_bytes)
+        said = (required.pages, required.host, required.page)
+        if taken != said:
+            return f"pages, host and page bytes: required_bytes says {said}, taken are {taken}"
+        if pool.staging is not None and pool.staging.nbytes != required.staging:
+            return f"staging bytes: required_bytes says {required.staging}, taken are {pool.staging.nbytes}"
+        again = pool.program.host(pool.page_num).nbytes
+        return "" if again == self.host.nbytes else f"host bytes: expected {self.host.nbytes}, got {again}"
+
+    def _staging(self) -> str:
+        """The views of a staging slot show the bytes that the oracle places there."""
+        pool = self.pool
+        if pool.staging is None:
+            return "" if not pool.can_use_write_back_jit else "can_use_write_back_jit without staging memory"
+        if pool.staging_pages != STAGING_PAGES:
+            return f"staging pages: expected {STAGING_PAGES}, got {pool.staging_pages}"
+        found = oracle.host(*self._facts, pool.layout, pool.staging_pages)
+        pool.staging.tensor.copy_(self._bytes(pool.staging.nbytes))
+        memory = pool.staging.tensor.cpu()
+        for part in oracle.parts(*self._facts[:3]):
+            expected = next((at for at in found.bytes if at.name == part.name), None)
+            if part.empty or expected is None:
+                continue
+            view: torch.Tensor = getattr(pool, f"staging_{part.ident}")
+            names = (*(a for a, _, _ in pool.host_layout(pool.staging_pages).part(part.ident).axes), "byte")
+            seen = view.cpu().permute([names.index(axis) for axis in part.names])
+            if not torch.equal(seen, memory[expected.at]):
+                return f"staging_{part.ident} does not show the bytes of {part.name}"
+        return ""
+
+    # ---- transfers
+
+    def cases(self) -> Iterator[Case]:
+        """Every transfer to compare, in a fixed order."""
+        paths = [path.path for path in self.pool.path_report() if path.available]
+        yield from self._whole_pages(paths)
+        yield from self._runs(paths)
+        yield from self._special(paths)
+        yield from self._layered([path for path in paths if path != "staged"])
+        if self.pool.program.tokens and self.pool.page_size > 1:
+            yield from self._tokens([path for path in paths if path != "staged"])
+
+    def _whole_pages(self, paths: Sequence[str]) -> Iterator[Case]:
+        """Permuted pages in every count; ids as tokens and as pages, 32 and 64 bits, in turn."""
+        turn = itertools.cycle(itertools.product(("token", "page"), (torch.int64, torch.int32)))
+        for direction, path, count in itertools.product(("write_back", "load"), paths, COUNTS):
+            unit, dtype = next(turn)
+            yield Case(direction, path, unit, *self._ids(count), dtype=dtype)
+        if self.pool.device.type != "cpu":
+            for direction, path, count in itertools.product(("write_back", "load"), paths, COUNTS[::2]):
+                yield Case(direction, path, "token", *self._ids(count), on_device=True)
+
+    def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
+        """Neighbours on one side or both, and runs that end at the last page."""
+        host, device = torch.arange(HOST_PAGES), torch.arange(DEVICE_PAGES)
+        for direction, path in itertools.product(("write_back", "load"), paths):
+            yield Case(direction, path, "page", host[-40:], device[-40:])
+            yield Case(direction, path, "token", host[:40], self._ids(40)[1])
+            pieces = [host[90:100], host[3:4], host[40:60], host[4:9]]
+            yield Case(direction, path, "page", torch.cat(pieces), device[7:43].flip(0))
+
+    def _special(self, paths: Sequence[str]) -> Iterator[Case]:
+        for direction, path in itertools.product(("write_back", "load"), paths):
+            host, device = self._ids(13)
+            yield Case(direction, path, "token", host[:0], device[:0])
+            yield Case(direction, path, "token", host, device, strided=True)
+            yield Case(direction, path, "page", host, device, validate="full")
+        yield Case("load", paths[0], "page", torch.tensor([5, 5, 2]), torch.tensor([4, 9, 0]))
+
+    def _layered(self, paths: Sequence[str]) -> Iterator[Case]:
+        ids = self.pool.layers
+        for path in paths:
+            for count, layer in zip(itertools.cycle((129, 1, 64)), ids, strict=False):
+                yield Case("load", path, "page", *self._ids(count), layers=(layer,))
+            yield Case("load", path, "token", *self._ids(65), layers=tuple(reversed(ids)))
+            yield Case("load", path, "page", *self._ids(129), order="layer")
+            yield Case("load", path, "token", *self._ids(9), layers=ids[:1], order="layer")
+
+    def _tokens(self, paths: Sequence[str]) -> Iterator[Case]:
+        """Single tokens of whole pages in any order."""
+        for path, count in itertools.product(paths, (1, 64, 129)):
+            for direction in ("write_back", "load"):
+                yield Case(direction, path, "token", *self._ids(count), shuffled=True)
+            load = Case("load", path, "token", *self._ids(count), shuffled=True)
+            yield replace(load, layers=self.pool.layers[-1:])
+            yield replace(load, order="layer", dtype=torch.int32)
+
+    def _ids(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """So many pages of each side, in no order; reserved device pages left out."""
+        free = torch.tensor([page for page in range(DEVICE_PAGES) if page not in self.spec.reserved])
+        host = torch.randperm(HOST_PAGES, generator=self._random)[:count]
+        return host, free[torch.randperm(len(free), generator=self._random)[:count]]
+
+    def transfer(self, case: Case) -> str:
+        """Submit one transfer and compare both sides, whole; the first difference in words, or ""."""
+        pool = self.pool
+        host_before, arena_before = self._bytes(self.host.nbytes), self._bytes(self.device.arena.numel())
+        pool.kv_buffer.copy_(host_before)
+        self.device.arena.copy_(arena_before)
+        host_ids, device_ids = self._lists(case)
+        kept = host_ids.clone(), device_ids.clone()
+        if case.direction == "write_back":
+            ticket = pool.write_back(host_ids, device_ids, case.unit, path=case.path, validate=case.validate)
+        else:
+            ticket = pool.load(
+                host_ids,
+                device_ids,
+                case.unit,
+                path=case.path,
+                validate=case.validate,
+                order=case.order,
+                layers=case.layers,
+            )
+        ticket.wait()
+        if not (torch.equal(host_ids, kept[0]) and torch.equal(device_ids, kept[1])):
+            return f"{case.label}: the caller's ids were changed"
+        self._apply(case, host_before, arena_before, host_ids.cpu(), device_ids.cpu())
+        return self._compare(case, host_before, arena_before)
+
+    def _lists(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        """The id tensors that the caller hands over."""
+        host, device = case.host, case.device
+        if case.unit == "token":
+            steps = torch.arange(self.pool.page_size)
+            host = (host[:, None] * self.pool.page_size + steps).flatten()
+            device = (device[:, None] * self.pool.page_size + steps).flatten()
+        if case.shuffled:
+            host = host[torch.randperm(host.numel(), generator=self._random)]
+            device = device[torch.randperm(device.numel(), generator=self._random)]
+        host, device = host.to(case.dtype), device.to(case.dtype)
+        if case.strided:
+            host = torch.stack([host, torch.full_like(host, -7)], 1)[:, 0]
+            device = torch.stack([device, torch.full_like(device, -7)], 1)[:, 0]
+        return host, device.to(self.pool.device) if case.on_device else device
+
+    def _apply(
+        self,
+        case: Case,
+        host: torch.Tensor,
+        arena: torch.Tensor,
+        host_ids: torch.Tensor,
+        device_ids: torch.Tensor,
+    ) -> None:
+        """What the transfer has to do, on the bytes from before it."""
+        size = self.pool.page_size if case.unit == "token" else 1
+        pages = host_ids.long() // size, device_ids.long() // size
+        tokens = host_ids.long() % size, device_ids.long() % size
+        first_only = case.layers is not None and self.pool.layers[0] not in case.layers
+        for at in self.host.bytes:
+            there = self._places[at.name]
+            by_token = case.unit == "token" and "token" in at.axes
+            here = at.at[pages[0], tokens[0]] if by_token else at.at[pages[0]]
+            over = there.at[pages[1], tokens[1]] if by_token else there.at[pages[1]]
+            if "layer" in at.axes:
+                axis = at.axes.index("layer") - by_token
+                over = over.movedim(axis, 0)
+                here = here.movedim(axis, 0)
+                if case.layers is not None:
+                    chosen = [self.pool.layers.index(layer) for layer in case.layers]
+                    here, over = here[chosen], over[chosen]
+            elif first_only:
+                continue  # a component without layers comes with the first one
+            if case.direction == "write_back":
+                host[here] = arena[over]
+            else:
+                arena[over] = host[here]
+
+    def _compare(self, case: Case, host: torch.Tensor, arena: torch.Tensor) -> str:
+        found = self.pool.kv_buffer, self.device.arena.cpu()
+        places = self.host.bytes, self.device.bytes
+        for side, here, expected, known in zip(("host", "device"), found, (host, arena), places, strict=True):
+            if not torch.equal(here, expected):
+                at = int((here != expected).nonzero()[0])
+                place = where(known, at, "padding" if side == "host" else "guard or another tensor")
+                return (
+                    f"{case.label}: {side} byte {at} ({place}): expected {int(expected[at]):#04x}, "
+                    f"got {int(here[at]):#04x}"
+                )
+        return "" if self._tail() else f"{case.label}: bytes behind the host buffer were written"
+
+    def _tail(self) -> bool:
+        """Whether the rest of the last memory page is untouched."""
+        end = self.pool.kv_buffer.data_ptr() + self.host.nbytes
+        rest = -end % MEMORY_PAGE
+        return self.host.nbytes == 0 or ctypes.string_at(end, rest) == bytes(rest)
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        words = torch.empty(count // 8 + 1, dtype=torch.int64).random_(generator=self._random)
+        return words.view(torch.uint8)[:count]
+
+
+def range_starts(of: PageRanges) -> list[int]:
+    """Where the ranges of page 0 start."""
+    starts = [of.base]
+    for extent, step in of.left:
+        starts = [start + index * step for start in starts for index in range(extent)]
+    return starts
+
+
+def where(known: Sequence[oracle.Bytes], byte: int, otherwise: str) -> str:
+    """Component and indices of a byte, or `otherwise` when it is no component's."""
+    for at in known:
+        found = (at.at == byte).nonzero()
+        if found.numel():
+            place = ", ".join(f"{axis} {int(i)}" for axis, i in zip(at.axes, found[0], strict=True))
+            return f"{at.name}, {place}"
+    return otherwise

@@ -1,0 +1,367 @@
+"""Axes and orders of a pool in, where every logical byte lies on both sides out.
+
+Nothing here knows a stride, base, run or range of the generated formulas: of a pool's sizes only extents,
+itemsizes and alignments are used. The bytes of every component are numbered in a fixed logical order
+[page, token, layer, dims..., byte]; numbers are permuted to an order and concatenated with torch, and
+what comes out is read backwards: the offset of each logical byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from poolwright.runtime.description import Component, Form, PoolSpec, Record, align_up, dtype_named, gcd
+
+MARKERS = ("component", "record")
+REST = ("element", "inner")
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is placed: a component or a record. `axes`: (name, extent) without `page`, in logical order."""
+
+    name: str
+    ident: str
+    axes: tuple[tuple[str, int], ...]
+    itemsize: int
+    align: int
+    dtype: torch.dtype
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("page", *(name for name, _ in self.axes), "byte")
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return (pages, *(extent for _, extent in self.axes), self.itemsize)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes if name not in ("token", "layer"))
+
+    @property
+    def empty(self) -> bool:
+        return math.prod(self.shape(1)) == 0
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Offsets of one component's bytes, shaped as `axes` say."""
+
+    name: str
+    axes: tuple[str, ...]
+    at: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host buffer of `nbytes`; what no entry of `bytes` names is padding."""
+
+    nbytes: int
+    bytes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True)
+class Device:
+    """An arena that holds every device tensor between guards. `tensors`: what `bind` takes.
+
+    `layer_ids`: what the lists in it hold. `bytes`: offsets into the arena of all pages.
+    """
+
+    arena: torch.Tensor
+    tensors: Mapping[str, object]
+    layer_ids: tuple[int, ...]
+    bytes: tuple[Bytes, ...]
+
+
+# ---- what is placed ---------------------------------------------------------------------------
+
+
+def has_tokens(spec: PoolSpec) -> bool:
+    """Whether pages consist of tokens."""
+    return any("token" in (*form.tensors, *form.order) for form in spec.forms.values())
+
+
+def parts(spec: PoolSpec, sizes: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> tuple[Part, ...]:
+    """Every component that no record holds, then every record as one padded row of bytes."""
+    alone = [_component(spec, c, sizes, dtypes) for c in spec.components if not c.held]
+    return (*alone, *(_record(spec, record, sizes, dtypes) for record in spec.records))
+
+
+def _component(
+    spec: PoolSpec, component: Component, sizes: Mapping[str, int], dtypes: Mapping[str, torch.dtype]
+) -> Part:
+    axes = [("token", sizes["page_size"])] if component.token and has_tokens(spec) else []
+    axes += [("layer", sizes[component.layers])] if component.layers is not None else []
+    axes += [(dim, sizes[f"extent_{component.ident}_{dim}"]) for dim in component.dims]
+    dtype = dtypes[component.group] if component.group else dtype_named(str(component.dtype))
+    align = dtype.itemsize
+    if component.align is not None:
+        helpers: dict[str, Callable[..., int]] = {"align_up": align_up, "gcd": gcd, "min": min, "max": max}
+        align = int(eval(component.align, {"__builtins__": {}}, {**helpers, **sizes}))
+    absent = component.present is not None and not sizes[component.present]
+    itemsize = 0 if absent else dtype.itemsize
+    return Part(component.name, component.ident, tuple(axes), itemsize, align, dtype)
+
+
+def _record(
+    spec: PoolSpec, record: Record, sizes: Mapping[str, int], dtypes: Mapping[str, torch.dtype]
+) -> Part:
+    first = next(c for c in spec.components if c.name == record.holds[0])
+    outer = [(n, e) for n, e in _component(spec, first, sizes, dtypes).axes if n in ("token", "layer")]
+    row = ("row", sizes[f"extent_{record.ident}_row"])
+    return Part(record.name, record.ident, (*outer, row), 1, 1, torch.uint8)
+
+
+def _members(
+    spec: PoolSpec,
+    record: Record,
+    sizes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    variants: Mapping[str, str],
+) -> list[Bytes]:
+    """Where each component of a record, and the padding, lies inside its row. Raises ValueError."""
+    held = [c for name in record.holds for c in spec.components if c.name == name]
+    inside = []
+    for part in (_component(spec, c, sizes, dtypes) for c in held):
+        dims = tuple(axis for axis in part.axes if axis[0] in part.dims)
+        inside.append(Part(part.name, part.ident, dims, part.itemsize, part.align, part.dtype))
+    order = record.inner[tuple(variants[name] for name in spec.variants)]
+    flat, found = _arrange(inside, order, spec.splits, 1)
+    row = sizes[f"extent_{record.ident}_row"]
+    if flat > row:
+        raise ValueError(f"{spec.name}: record {record.name}: its components take {flat} bytes, a row {row}")
+    rest = torch.ones(row, dtype=torch.bool)
+    for at in found:
+        rest[at.at.flatten()] = False
+    padding = Bytes(f"{record.name} padding", ("page", "byte"), rest.nonzero().flatten()[None])
+    return [*found, padding]
+
+
+# ---- orders -----------------------------------------------------------------------------------
+
+
+def expand(order: Sequence[str], part: Part, splits: Mapping[str, Sequence[str]]) -> list[str]:
+    """Axes of one part in this order; one "component" marks where components stand side by side."""
+    pieces = [piece for axis in order for piece in splits.get(axis, (axis,))]
+    rest = [dim for dim in part.dims if dim not in pieces]
+    expanded: list[str] = []
+    for axis in pieces:
+        expanded += ["component"] if axis in MARKERS else rest if axis in REST else [axis]
+    return [axis for axis in expanded if axis == "component" or axis in part.names]
+
+
+def _arrange(
+    placed: Sequence[Part], order: Sequence[str], splits: Mapping[str, Sequence[str]], pages: int
+) -> tuple[int, list[Bytes]]:
+    """Bytes in all, and the offset of every byte, of parts laid out in `order`."""
+    blocks: list[torch.Tensor] = []
+    first = end = 0
+    for part in placed:
+        shape = part.shape(pages)
+        numbers = torch.arange(first, first + math.prod(shape)).reshape(shape)
+        first += numbers.numel()
+        axes = expand(order, part, splits)
+        axes = axes if "page" in axes else ["page", *axes]  # a record's row, of which there is one
+        cut = axes.index("component") if "component" in axes else 0
+        axes = [axis for axis in axes if axis != "component"]
+        left, right = axes[:cut], axes[cut:]
+        turned = numbers.permute([part.names.index(axis) for axis in (*left, *right, "byte")])
+        block = turned.reshape(*turned.shape[: len(left)], math.prod(turned.shape[len(left) :]))
+        start = align_up(end, part.align) if blocks else 0
+        blocks.append(torch.nn.functional.pad(block, (start - end, 0), value=PADDING))
+        end = start + block.shape[-1]
+    if len(placed) > 1:
+        gap = align_up(end, max(part.align for part in placed)) - end
+        blocks[-1] = torch.nn.functional.pad(blocks[-1], (0, gap), value=PADDING)
+    flat = torch.cat(blocks, dim=-1).flatten()
+    where = torch.empty(first, dtype=torch.int64)
+    filled = (flat != PADDING).nonzero().flatten()
+    where[flat[filled]] = filled
+    found, at = [], 0
+    for part in placed:
+        count = math.prod(part.shape(pages))
+        found.append(Bytes(part.name, part.names, where[at : at + count].reshape(part.shape(pages))))
+        at += count
+    return flat.numel(), found
+
+
+def _open_records(
+    spec: PoolSpec,
+    sizes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    variants: Mapping[str, str],
+    found: Sequence[Bytes],
+) -> tuple[Bytes, ...]:
+    """Records taken apart into their components; what has no bytes is left out."""
+    opened = [at for at in found if at.name not in {record.name for record in spec.records}]
+    for record in spec.records:
+        whole = next(at for at in found if at.name == record.name)
+        rows, outer = whole.at.squeeze(-1), whole.axes[:-2]
+        for member in _members(spec, record, sizes, dtypes, variants):
+            opened.append(Bytes(member.name, (*outer, *member.axes[1:]), rows[..., member.at[0]]))
+    return tuple(at for at in opened if at.at.numel())
+
+
+# ---- both sides -------------------------------------------------------------------------------
+
+
+def host(
+    spec: PoolSpec,
+    sizes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    variants: Mapping[str, str],
+    layout: str,
+    pages: int,
+) -> Host:
+    """The host side of a layout with so many pages."""
+    placed = parts(spec, sizes, dtypes)
+    nbytes, found = _arrange(placed, spec.layouts[layout].order, spec.splits, pages)
+    return Host(nbytes, _open_records(spec, sizes, dtypes, variants, found))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One device tensor in the arena: `offset` of its first item; axes as (name, extent, bytes a step)."""
+
+    part: Part
+    offset: int
+    end: int
+    axes: tuple[tuple[str, int, int], ...]
+    base: int
+    spare: int
+
+    def bound(self, arena: torch.Tensor) -> torch.Tensor:
+        """The tensor as an engine has it: page and token merged where they are neighbours."""
+        axes = [(name, extent, step) for name, extent, step in self.axes]
+        names = [name for name, _, _ in axes]
+        at = names.index("page")
+        name, extent, step = axes[at]
+        if names[at + 1 : at + 2] == ["token"] and axes[at + 1][1] * axes[at + 1][2] == step:
+            _, tokens, row = axes.pop(at + 1)
+            axes[at] = ("page", self.base + extent * tokens + self.spare, row)
+        else:
+            axes[at] = (name, self.base + extent, step)
+        size = self.part.dtype.itemsize
+        made = torch.empty(0, dtype=self.part.dtype, device=arena.device)
+        shape, strides = [e for _, e, _ in axes], [s // size for _, _, s in axes]
+        return made.set_(arena.untyped_storage(), self.offset // size, shape, strides)
+
+    def positions(self, pages: int) -> tuple[tuple[str, ...], torch.Tensor]:
+        """Axes and offsets of every byte of pages 0 and on."""
+        names = [name for name, _, _ in self.axes]
+        steps = dict((name, step) for name, _, step in self.axes)
+        row = steps["token"] if "token" in steps else steps["page"]
+        at = torch.tensor(self.offset + self.base * row)
+        for name, extent, step in self.axes:
+            count = pages if name == "page" else extent
+            at = at[..., None] + torch.arange(count) * step
+        return (*names, "byte"), at[..., None] + torch.arange(self.part.itemsize)
+
+
+def device(
+    spec: PoolSpec,
+    sizes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    variants: Mapping[str, str],
+    form: str,
+    pages: int,
+    layers: tuple[int, ...],
+    shift: int = 0,
+    where: str | torch.device = "cpu",
+) -> Device:
+    """Device tensors of a form with so many pages, in one arena; each starts `shift` bytes off 16."""
+    placed = [part for part in parts(spec, sizes, dtypes) if not part.empty]
+    chosen = spec.forms[form]
+    listed = "layer" in chosen.tensors
+    # Engines hold more layers than one pool keeps.
+    layer_ids = (0, *layers) if listed else layers
+    builder = _Arena(shift)
+    tensors: dict[str, Any] = {}
+    found: list[Bytes] = []
+    groups = [[part] for part in placed] if set(MARKERS) & set(chosen.tensors) else [placed]
+    for group in groups:
+        made = _group(builder, spec, chosen, group, pages, layer_ids)
+        name = group[0].name if set(MARKERS) & set(chosen.tensors) else spec.name
+        tensors[name] = made
+        found += _logical(group, made, pages, listed, layer_ids, layers)
+    arena = torch.zeros(builder.end + GUARD, dtype=torch.uint8, device=where)
+    bound = {
+        name: [tensor.bound(arena) for tensor in made] if len(made) > 1 else made[0].bound(arena)
+        for name, made in tensors.items()
+    }
+    return Device(arena, bound, layer_ids, _open_records(spec, sizes, dtypes, variants, found))
+
+
+GUARD = 160
+"""Bytes between tensors; a multiple of 16."""
+
+
+class _Arena:
+    """Hands out places in the arena."""
+
+    def __init__(self, shift: int) -> None:
+        self.end, self._shift = 0, shift
+
+    def take(self, nbytes: int) -> int:
+        start = align_up(self.end, 16) + GUARD + self._shift
+        self.end = start + nbytes
+        return start
+
+
+def _group(
+    arena: _Arena, spec: PoolSpec, form: Form, group: Sequence[Part], pages: int, layer_ids: Sequence[int]
+) -> list[_Tensor]:
+    """The tensors of one component (or of all, where one tensor holds them side by side)."""
+    part = group[0]
+    if any(other.axes != part.axes or other.dtype != part.dtype for other in group):
+        raise ValueError(f"{spec.name}: one tensor holds components of unequal shape; verify cannot build it")
+    order = [axis for axis in expand(form.order, part, spec.splits) if axis not in form.tensors]
+    if set(MARKERS) & set(form.tensors):
+        order = [axis for axis in order if axis != "component"]
+    extents = {**dict(part.axes), "page": pages, "component": len(group)}
+    merged = order[order.index("page") + 1 : order.index("page") + 2] == ["token"]
+    spare = extents["token"] // 2 if merged and not form.any_stride and order[0] == "page" else 0
+    axes: list[tuple[str, int, int]] = []
+    step = part.dtype.itemsize
+    for axis in reversed(order):
+        step += 32 * (axis in form.any_stride)
+        axes.insert(0, (axis, extents[axis], step))
+        step *= extents[axis] + (form.base if axis == "page" and not merged else 0)
+    row = next((s for name, _, s in axes if name == "token"), 0) if merged else 0
+    nbytes = step + row * (spare + form.base)
+    count = len(layer_ids) if "layer" in form.tensors and "layer" in extents else 1
+    made = []
+    for _ in range(count):
+        start = arena.take(nbytes)
+        made.append(_Tensor(part, start, start + nbytes, tuple(axes), form.base, spare))
+    return made
+
+
+def _logical(
+    group: Sequence[Part],
+    made: Sequence[_Tensor],
+    pages: int,
+    listed: bool,
+    layer_ids: Sequence[int],
+    layers: Sequence[int],
+) -> list[Bytes]:
+    """Offsets of each part of a group in logical order."""
+    found = []
+    for index, part in enumerate(group):
+        wanted = [made[layer_ids.index(layer)] for layer in layers] if listed and len(made) > 1 else made
+        axes, _ = wanted[0].positions(1)
+        at = torch.stack([tensor.positions(pages)[1] for tensor in wanted])
+        names = ["layer" if listed and len(made) > 1 else "tensor", *axes]
+        if "tensor" in names:
+            at, names = at[0], names[1:]
+        if "component" in names:
+            at = at.select(names.index("component"), index)
+            names.remove("component")
+        found.append(Bytes(part.name, part.names, at.permute([names.index(axis) for axis in part.names])))
+    return found

@@ -1,0 +1,179 @@
+"""A generated pool class in, sets of sizes to try it with out: odd primes, and widths that fill vectors."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from poolwright.runtime.description import Param, PoolSpec, bind_sizes, dtype_named
+from poolwright.runtime.pool import HostPool
+
+LAYERS = (1, 4, 6)
+ODD_PAGES = (5, 3, 7, 4, 8, 16, 32, 64, 128, 256)
+WIDE_PAGES = (4, 8, 2, 16, 32, 64, 128, 256)
+PRIMES = (3, 5, 7, 2, 11, 1, 13, 16, 32)
+WIDE = (2, 8, 16, 4, 32, 64, 1, 128)
+MOST_TRIES = 50_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One set of sizes. `layers`: ids of each layer list; `shift`: bytes that tensors start off 16."""
+
+    name: str
+    params: Mapping[str, int | tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    layers: Mapping[str, tuple[int, ...]]
+    page_size: int
+    variants: Mapping[str, str]
+    shift: int = 0
+
+    @property
+    def label(self) -> str:
+        """The sample in a few words."""
+        words = [*self.variants.values(), self.name]
+        words += sorted({str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()})
+        return " ".join(words)
+
+
+def samples(pool_class: type[HostPool], turn: int = 0) -> tuple[Sample, ...]:
+    """An odd and a wide sample for every combination of variants; dtypes change with `turn`.
+
+    Raises ValueError when no sizes that the pool takes are found.
+    """
+    spec = pool_class.spec
+    tables = [[(name, choice) for choice in choices] for name, choices in spec.variants.items()]
+    found: list[Sample] = []
+    for chosen in itertools.product(*tables):
+        found.append(_search(pool_class, "odd", dict(chosen), _dtypes(spec, turn)))
+        found.append(_search(pool_class, "wide", dict(chosen), _dtypes(spec, turn + 1)))
+    return tuple(found)
+
+
+def unaligned(sample: Sample) -> Sample:
+    """The sample with device tensors that start at odd multiples of their itemsize."""
+    shift = max((dtype.itemsize for dtype in sample.dtypes.values()), default=8)
+    return replace(sample, name="unaligned", shift=shift)
+
+
+def arguments(pool_class: type[HostPool], sample: Sample) -> dict[str, object]:
+    """What the constructor and `required_bytes` take for these sizes, without form, layout and capacity."""
+    given: dict[str, object] = {**sample.params, **sample.layers, **sample.variants}
+    for group, dtype in sample.dtypes.items():
+        given["dtype" if len(sample.dtypes) == 1 else f"{group}_dtype"] = dtype
+    if takes_page_size(pool_class):
+        given["page_size"] = sample.page_size
+    return given
+
+
+def takes_page_size(pool_class: type[HostPool]) -> bool:
+    """Whether the class is built with a page size (else one page is one id)."""
+    return "page_size" in inspect.signature(pool_class).parameters
+
+
+def _dtypes(spec: PoolSpec, turn: int) -> dict[str, torch.dtype]:
+    """One dtype of each itemsize in turn, then the other ones of eight bits."""
+    chosen = {}
+    for at, (group, names) in enumerate(spec.dtypes.items()):
+        known = [dtype_named(name) for name in names]
+        sizes = sorted({dtype.itemsize for dtype in known})
+        order = [next(d for d in known if d.itemsize == size) for size in sizes]
+        order += [d for d in known if d.itemsize == 1 and d not in order]
+        chosen[group] = order[(turn + at) % len(order)]
+    return chosen
+
+
+def _search(
+    pool_class: type[HostPool], name: str, variants: dict[str, str], dtypes: dict[str, torch.dtype]
+) -> Sample:
+    """The first sizes, in order of preference, that the pool takes and that are what `name` says."""
+    spec = pool_class.spec
+    fits: Callable[[Mapping[str, int]], bool] = _wide(spec, dtypes) if name == "wide" else _not_empty(spec)
+    refusal = "none was tried"
+    layers = {ids: LAYERS if name == "odd" else LAYERS[:2] for ids in ("layers", *spec.layer_lists)}
+    for params, page_size in itertools.islice(_candidates(pool_class, name), MOST_TRIES):
+        try:
+            sizes = bind_sizes(
+                spec,
+                params,
+                {group: dtype.itemsize for group, dtype in dtypes.items()},
+                {ids: len(listed) for ids, listed in layers.items()},
+                page_size,
+                variants,
+            )
+        except ValueError as error:
+            refusal = str(error)
+            continue
+        if fits(sizes):
+            return Sample(name, params, dtypes, layers, page_size, variants)
+    if name == "wide":  # no row of this pool can be a multiple of 16 bytes
+        return _search(pool_class, "odd", variants, dtypes)
+    raise ValueError(f"{spec.name}: found no sizes that the pool takes; the last refusal: {refusal}")
+
+
+def _candidates(
+    pool_class: type[HostPool], name: str
+) -> Iterator[tuple[dict[str, int | tuple[int, ...]], int]]:
+    given = [param for param in pool_class.spec.params if param.equals is None]
+    values = [list(_values(param, at, name)) for at, param in enumerate(given)]
+    pages: Sequence[int] = (1,)
+    if takes_page_size(pool_class):
+        pages = ODD_PAGES if name == "odd" else WIDE_PAGES
+    for page_size in pages:
+        for chosen in itertools.product(*values):
+            yield {param.name: value for param, value in zip(given, chosen, strict=True)}, page_size
+
+
+def _values(param: Param, at: int, name: str) -> Iterator[int | tuple[int, ...]]:
+    """Values to try, the best first: different primes for each parameter, zero where it is allowed."""
+    known: tuple[int, ...] = PRIMES if name == "odd" else WIDE
+    known = known[at % 3 :] + known[: at % 3]
+    if param.min is not None:
+        known += tuple(param.min + step for step in range(3))
+        if param.min == 0 and name == "wide":
+            known = (0, *known)
+    low = 1 if param.min is None else param.min
+    allowed = [v for v in known if v >= low and (param.max is None or v <= param.max)]
+    if param.one_of:
+        allowed = [*param.one_of[1:], param.one_of[0]] if name == "odd" else list(param.one_of)
+    allowed = list(dict.fromkeys(allowed))
+    if param.length is None:
+        yield from allowed
+    else:
+        for first in range(len(allowed)):
+            yield tuple(allowed[(first + i) % len(allowed)] for i in range(param.length))
+
+
+def _rows(spec: PoolSpec, sizes: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> Iterator[list[int]]:
+    """The extents of every component that is there, its itemsize last."""
+    for component in spec.components:
+        if component.present is None or sizes[component.present]:
+            extents = [sizes[f"extent_{component.ident}_{dim}"] for dim in component.dims]
+            dtype = dtypes[component.group] if component.group else dtype_named(str(component.dtype))
+            yield [*extents, dtype.itemsize]
+
+
+def _not_empty(spec: PoolSpec) -> Callable[[Mapping[str, int]], bool]:
+    def fits(sizes: Mapping[str, int]) -> bool:
+        return any(
+            all(sizes[f"extent_{c.ident}_{dim}"] for dim in c.dims)
+            for c in spec.components
+            if c.present is None or sizes[c.present]
+        )
+
+    return fits
+
+
+def _wide(spec: PoolSpec, dtypes: Mapping[str, torch.dtype]) -> Callable[[Mapping[str, int]], bool]:
+    """Every row there is a multiple of 16 bytes along its last axis, and at least one is there."""
+
+    def fits(sizes: Mapping[str, int]) -> bool:
+        rows = [row for row in _rows(spec, sizes, dtypes) if math.prod(row)]
+        return bool(rows) and all(math.prod(row[-2:]) % 16 == 0 for row in rows)
+
+    return fits

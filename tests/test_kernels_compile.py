@@ -1,0 +1,67 @@
+"""Every kernel of every pool compiles with NVRTC for every architecture, warnings as errors."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import poolwright.generated as generated
+from poolwright.runtime import jit, toolchain
+from poolwright.runtime.errors import CompileError
+from poolwright.runtime.jit import Unit
+from poolwright.runtime.tools import cases
+from poolwright.runtime.tools.samples import samples
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+PROGRAMS = [(name, *pair) for name in generated.POOLS for pair in generated.pool_class(name).spec.programs]
+# Each program once, architectures and sizes in turn: this is what every run compiles.
+SPREAD = [(*program, ARCHS[turn % len(ARCHS)], turn % 2) for turn, program in enumerate(PROGRAMS)]
+ALL = [(*program, arch, sizes) for program in PROGRAMS for arch in ARCHS for sizes in (0, 1)]
+
+
+def units(pool: str, form: str, layout: str, sizes: int) -> list[Unit]:
+    pool_class = generated.pool_class(pool)
+    found = []
+    for sample in samples(pool_class)[sizes::2]:
+        program = cases.sized(pool_class, sample, form, layout)
+        found += [program.unit(part, 16) for part in program.parts]
+    return found
+
+
+def compile_all(pool: str, form: str, layout: str, arch: str, sizes: int) -> None:
+    assert not isinstance(toolchain.find_nvrtc(), toolchain.Missing), (
+        "NVRTC is missing: pip install '.[test]'"
+    )
+    wanted = units(pool, form, layout, sizes)
+    assert wanted
+    with ThreadPoolExecutor(2) as threads:
+        for binary in threads.map(lambda unit: jit.cubin(unit, arch, "nvrtc"), wanted):
+            assert binary[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(("pool", "form", "layout", "arch", "sizes"), SPREAD)
+def test_each_program_compiles(pool: str, form: str, layout: str, arch: str, sizes: int) -> None:
+    compile_all(pool, form, layout, arch, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pool", "form", "layout", "arch", "sizes"), [c for c in ALL if c not in SPREAD])
+def test_every_program_compiles_everywhere(pool: str, form: str, layout: str, arch: str, sizes: int) -> None:
+    compile_all(pool, form, layout, arch, sizes)
+
+
+def test_a_warning_is_an_error(tmp_path: Path) -> None:
+    name, form, layout = PROGRAMS[0]
+    pool_class = generated.pool_class(name)
+    program = cases.sized(pool_class, samples(pool_class)[0], form, layout)
+    for file in program.folder.iterdir():
+        if file.suffix in (".h", ".cu"):
+            (tmp_path / file.name).write_text(file.read_text())
+    with (tmp_path / "kernels.cu").open("a") as kernels:
+        kernels.write("__device__ int warned() { int unused; return 1; }\n")
+    unit = replace(program.unit(program.parts[0], 16), main=tmp_path / "kernels.cu")
+    with pytest.raises(CompileError, match="never referenced"):
+        jit.cubin(unit, "sm_90", "nvrtc")
