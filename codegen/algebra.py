@@ -145,7 +145,7 @@ def place(pool: Pool, parts: Sequence[Part], order: Sequence[str]) -> Block:
         for axis in reversed(right):
             strides[axis] = size
             size = size * part.axes[axis]
-        base = expr.align_up(end, part.align) if placed else ZERO
+        base = expr.align_up(end, _alignment(part)) if placed else ZERO
         end = base + size * part.present
         placed.append(Placed(part, base, left + right, tuple(strides[a] for a in right), len(right)))
     block = _round_to_largest(end, parts) if len(parts) > 1 else end
@@ -182,11 +182,16 @@ def _extent(part: Part, axis: str) -> str:
 
 def _round_to_largest(end: Expr, parts: Sequence[Part]) -> Expr:
     """A ragged block ends at its largest alignment. Nothing to round when all blocks are one kind."""
-    largest: Expr = parts[0].align
+    largest = _alignment(parts[0])
     for part in parts[1:]:
-        if part.align != largest:
-            largest = expr.binary("max", largest, part.align)
+        if _alignment(part) != largest:
+            largest = expr.binary("max", largest, _alignment(part))
     return expr.align_up(end, largest)
+
+
+def _alignment(part: Part) -> Expr:
+    """The alignment of a part; 1 when it is absent, so that it leaves no trace in the bytes."""
+    return part.align if part.present == ONE else ONE + (part.align - 1) * part.present
 
 
 def common_suffix(host: Placed, device: Sequence[str], stop: frozenset[str]) -> tuple[str, ...]:

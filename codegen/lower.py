@@ -45,6 +45,7 @@ class LowerError(ValueError):
 def lower(pool: Pool) -> Lowered:
     """All programs of a pool. Raises LowerError."""
     _check_names(pool)
+    _check_layer_lists(pool)
     programs = [
         _program(pool, choice, form, index, layout)
         for choice in choices(pool)
@@ -52,6 +53,19 @@ def lower(pool: Pool) -> Lowered:
         for index, layout in enumerate(pool.layouts)
     ]
     return Lowered(pool, tuple(programs))
+
+
+def _check_layer_lists(pool: Pool) -> None:
+    """One position walks the layers of all components, so they must all mean the same list."""
+    first = next((c for c in pool.components if c.layers is not None), None)
+    for component in pool.components:
+        if first is not None and component.layers not in (None, first.layers):
+            raise LowerError(
+                pool,
+                f"components.{component.name}.layers",
+                f"components of one pool share one layer list: {first.name} has {first.layers}, "
+                f"{component.name} has {component.layers}; make them two pools of a group",
+            )
 
 
 def choices(pool: Pool) -> tuple[tuple[tuple[str, str], ...], ...]:
@@ -192,11 +206,12 @@ def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[tuple[Sid
             placed = tuple(algebra.place(pool, (part,), order).placed[0] for part in inside)
     except OrderError as error:
         raise LowerError(pool, f"device.{form.name}.order", f"form {form.name}: {error}") from None
+    _check_any(pool, form, placed)
     sides = tuple(
         (_device(form, part, p), p.axes[len(p.axes) - p.inner :])
         for part, p in zip(parts, placed, strict=True)
     )
-    if together and len(parts) > 1 and any(_component_left_of_page(form, parts)):
+    if together and len(parts) > 1 and _component_left_of_page(form):
         _check_equal_blocks(pool, form, parts)
     return sides
 
@@ -205,10 +220,25 @@ def _without(part: Part, tensors: tuple[str, ...]) -> Part:
     return replace(part, axes={axis: size for axis, size in part.axes.items() if axis not in tensors})
 
 
-def _component_left_of_page(form: Form, parts: tuple[Part, ...]) -> tuple[bool, ...]:
+def _component_left_of_page(form: Form) -> bool:
     order = list(form.order)
     marker = next((a for a in ("component", "record") if a in order), None)
-    return (marker is not None and order.index(marker) < order.index("page"),) * len(parts)
+    return marker is not None and order.index(marker) < order.index("page")
+
+
+def _check_any(pool: Pool, form: Form, placed: tuple[Placed, ...]) -> None:
+    """`stride: any` is for an axis of tensors, not for one inside the block of a shared tensor."""
+    shared = len(placed) > 1 and not {"component", "record"} & set(form.tensors)
+    known = {axis for one in placed for axis in one.axes}
+    inside = {axis for one in placed if shared for axis in one.axes[len(one.axes) - one.inner :]}
+    for axis in form.any_stride:
+        if axis not in known or axis in inside:
+            raise LowerError(
+                pool,
+                f"device.{form.name}.stride",
+                f"form {form.name}: the stride of {axis} cannot be any; axes that can: "
+                f"{', '.join(sorted(known - inside)) or 'none'}",
+            )
 
 
 def _check_equal_blocks(pool: Pool, form: Form, parts: tuple[Part, ...]) -> None:
@@ -225,7 +255,10 @@ def _check_equal_blocks(pool: Pool, form: Form, parts: tuple[Part, ...]) -> None
 
 
 def _device(form: Form, part: Part, placed: Placed) -> Side:
-    """Axes at or left of an axis whose stride is not known before bind get no constant stride."""
+    """Axes at or left of an axis whose stride is not known before bind get no constant stride.
+
+    The table of tensors holds where the component itself starts, so its base is zero.
+    """
     axes = placed.axes
     page = axes.index("page")
     dynamic = [i for i, axis in enumerate(axes) if axis in form.any_stride or i < page]
@@ -234,9 +267,7 @@ def _device(form: Form, part: Part, placed: Placed) -> Side:
     table = tuple(
         Axis(axis, part.axes[axis]) for axis in form.tensors if axis == "layer" and axis in part.axes
     )
-    component_left = "page" in axes[len(axes) - placed.inner :] and placed.base != expr.ZERO
-    base = expr.ZERO if component_left else placed.base
-    return Side(algebra.axes_of(part, axes), base, strides, table)
+    return Side(algebra.axes_of(part, axes), expr.ZERO, strides, table)
 
 
 def _item(pool: Pool, host: Placed, device: Side, inside: tuple[str, ...]) -> Item:
@@ -287,7 +318,7 @@ def _walk(name: str, outer: tuple[str, ...], host: Placed, device: Side, inside:
         atom=algebra.axes_of(part, atom),
         atom_bytes=size,
         runs=expr.product([part.axes[axis] for axis in loops] + [part.present]),
-        grain=expr.gcd([size, device.base, *(expr.grain(step, UNKNOWN) for step in steps)]),
+        grain=expr.gcd([size, *(expr.grain(step, UNKNOWN) for step in steps)]),
     )
 
 

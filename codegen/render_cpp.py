@@ -136,7 +136,6 @@ def _item(program: Program, item: Item) -> dict[str, Any]:
         constants.append(
             {"name": name, "value": cpp(value), "parameters": "(i64 pages)" if over_pages else ""}
         )
-    constants.append({"name": f"device_{item.ident}_base", "value": cpp(item.device.base), "parameters": ""})
     constants += [
         {"name": f"device_{item.ident}_{s.axis}", "value": cpp(s.value), "parameters": ""}
         for s in item.device.strides
@@ -245,7 +244,6 @@ def host_address(item: Item, walk: Walk) -> str:
 def device_address(item: Item, walk: Walk) -> str:
     at = f"table_{item.ident}" + (" + layer" if item.device.table else "")
     terms = [f"(char*)view.tensors[{at}]"]
-    terms += [f"device_{item.ident}_base"] if item.device.base != expr.ZERO else []
     for stride in item.device.strides:
         index = _index(stride.axis, "device", walk)
         if index:
@@ -422,7 +420,6 @@ def described(program: Program) -> list[str]:
     for item in program.items:
         for name, value in _host_steps(item):
             values.append(f"{name}(pages)" if "pages" in expr.symbols(value) else name)
-        values.append(f"device_{item.ident}_base")
         values += [f"device_{item.ident}_{s.axis}" for s in item.device.strides if s.value is not None]
         for walk in item.walks:
             values += [walk_name(kind, item, walk) for kind in ("atom", "runs", "vector")]
@@ -478,7 +475,7 @@ def _lanes(walk: str) -> list[dict[str, Any]]:
             "const u32 count = *(const u32*)params[2];",
         ]
         if walk.startswith("layer_"):
-            made.append({"name": f"lanes_load_{walk}{suffix}", "lines": head + _layer_lanes(walk)})
+            made.append({"name": f"lanes_load_{walk}{suffix}", "lines": head + _layer_lanes(walk, suffix)})
             continue
         for way in ("write_back", "load"):
             call = f"pw::each_lane(grid, block, [&] {{ {way}_{walk}{suffix}(view, ids, count); }});"
@@ -486,15 +483,10 @@ def _lanes(walk: str) -> list[dict[str, Any]]:
     return made
 
 
-def _layer_lanes(walk: str) -> list[str]:
-    """A kernel that counts its progress is played phase by phase: all lanes of a layer, then its count."""
+def _layer_lanes(walk: str, suffix: str) -> list[str]:
+    """A kernel that counts its progress: one lane after the other goes through all layers."""
     return [
         f"const pw::List<{LAYER_CAPACITY}>& layers = *(const pw::List<{LAYER_CAPACITY}>*)params[3];",
         "u32* const done = *(u32**)params[4];",
-        "for (u32 n = 0; n < layers.count; ++n) {",
-        "  const u32 layer = layers.at[n];",
-        f"  const auto body = [&] {{ move_{walk}<pw::Load>(view, {ids_member(walk)}, count, layer); }};",
-        "  pw::each_lane(grid, block, body);",
-        "  if (done != nullptr) done[n] += grid;",
-        "}",
+        f"pw::each_lane(grid, block, [&] {{ load_{walk}{suffix}(view, ids, count, layers, done); }});",
     ]

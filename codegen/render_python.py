@@ -131,13 +131,13 @@ def _form(lowered: Lowered, form: Form) -> dict[str, Any]:
     program = next(p for p in lowered.programs if p.form is form)
     values: list[Expr] = []
     for item in program.items:
-        values += [item.device.base, *(s.value for s in item.device.strides if s.value is not None)]
+        values += [*(s.value for s in item.device.strides if s.value is not None)]
         values += [axis.extent for axis in item.device.axes if axis.name != "page"]
         values += [axis.extent for axis in item.device.table]
     lines = [*_locals(values), "return ("]
     for item in program.items:
         table = f", table={py(item.device.table[0].extent)}" if item.device.table else ""
-        lines.append(f'    DevicePart("{item.ident}", base={py(item.device.base)}{table}, axes=(')
+        lines.append(f'    DevicePart("{item.ident}"{table}, axes=(')
         for axis, stride in zip(item.device.axes, item.device.strides, strict=True):
             extent = "None" if axis.name == "page" else py(axis.extent)
             step = "None" if stride.value is None else py(stride.value)

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from poolwright.runtime.pool import HostPool
 
+    from .pools.kda_state import KdaStatePoolHost
     from .pools.mha import MHATokenToKVPoolHost
     from .pools.mla import MLATokenToKVPoolHost
 
 POOLS: dict[str, str] = {
+    "kda_state": "KdaStatePoolHost",
     "mha": "MHATokenToKVPoolHost",
     "mla": "MLATokenToKVPoolHost",
 }
 
 __all__ = [
     "POOLS",
+    "KdaStatePoolHost",
     "MHATokenToKVPoolHost",
     "MLATokenToKVPoolHost",
     "pool_class",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poolwright.runtime import binding, env, jit
+from poolwright.runtime import binding, env, jit, testing, toolchain
 from poolwright.runtime.binding import Binding, Bound
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.description import DevicePart
 from poolwright.runtime.driver import Driver, Kernels
 from poolwright.runtime.driver.host import HostDriver, HostKernels
-from poolwright.runtime.errors import BackendUnavailable, CompileError
+from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
 from poolwright.runtime.memory import Registrar
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.transfer import Engine
@@ -39,7 +40,9 @@ class Backend:
             raise BackendUnavailable(
                 f"{program.spec.name} on CUDA", f"the pool's device is {device}", 'pass device="cuda:0"'
             )
-        self.driver = driver_for(program.spec.name, device)
+        self._stand_in = testing.driver_in_use() if device.type == "cpu" else None
+        self.driver = self._stand_in or driver_for(program.spec.name, device)
+        self._at_once = isinstance(self.driver, HostDriver)
         self._align: int | None = None
         self._kernels: Kernels | None = None
         self._library: ctypes.CDLL | None = None
@@ -57,6 +60,9 @@ class Backend:
         try:
             if self.device.type == "cuda":
                 self._kernels = self._cuda_kernels(align)
+            elif self._stand_in is not None:
+                lanes = functools.partial(self._host_library, "lanes", align)
+                self._kernels = self._stand_in.kernels(self.program, align, lanes)
             else:
                 self._library = self._host_library("atoms", align)
                 self._kernels = HostKernels(lambda: self._host_library("lanes", align))
@@ -69,14 +75,23 @@ class Backend:
         return library
 
     def _cuda_kernels(self, align: int) -> Kernels:
-        from poolwright.runtime.driver.cuda import CudaKernels
+        from poolwright.runtime.driver.cuda import CudaKernels, driver_version
 
         arch = env.text("CUDA_ARCH") or _arch_of(self.device)
+        compiler = toolchain.find_cuda(env.text("CUDA_COMPILER"))
+        if isinstance(compiler, toolchain.Compiler):
+            newer = toolchain.check_driver(compiler, driver_version())
+            if newer is not None:
+                raise newer.error()
         units = [self.program.unit(part, align) for part in self.program.parts]
         with ThreadPoolExecutor(len(units)) as pool:  # NVRTC compiles outside the interpreter's lock
             cubins = list(pool.map(lambda unit: jit.cubin(unit, arch), units))
-        with self.driver.guard():
-            return CudaKernels(cubins)
+        try:
+            with self.driver.guard():
+                return CudaKernels(cubins)
+        except PoolError as error:
+            mend = f"unset POOLWRIGHT_CUDA_ARCH (code for {arch} was loaded)"
+            raise BackendUnavailable(f"kernels of {self.program.spec.name}", str(error), mend) from error
 
     def engine(self) -> Engine:
         """What transfers run on, as compiled now."""
@@ -85,7 +100,7 @@ class Backend:
 
     def registrar(self) -> Registrar | None:
         """What pins host memory; None where nothing needs to be pinned."""
-        return self.driver if self.device.type == "cuda" else None
+        return None if self._at_once else self.driver
 
     def report(self) -> tuple[Availability, ...]:
         """Every path and whether it can run."""
@@ -96,7 +111,7 @@ class Backend:
             return (*(Availability(p, False, why, mend) for p in ("zero_copy", "staged", "host")), last)
         built = "kernels compiled" if cuda else "kernels are played on the CPU"
         twin = Availability("host", True, "CPU twin compiled")
-        if cuda:
+        if not self._at_once:
             twin = Availability("host", False, "the CPU cannot reach device tensors")
         return (Availability("zero_copy", True, built), Availability("staged", True, built), twin, last)
 
@@ -134,7 +149,7 @@ class Backend:
             table += found.addresses if found else (0,) * count
             strides += found.strides if found else (0,) * dynamic
         pages = min((b.pages for b in bound.values()), default=0)
-        bases = [address + part.base for part in parts for address in bound[part.ident].addresses]
+        bases = [address for part in parts for address in bound[part.ident].addresses]
         return Binding(
             tensors=tuple(t for t in tensors.values() if isinstance(t, torch.Tensor))
             + tuple(t for v in tensors.values() if isinstance(v, Sequence) for t in v),

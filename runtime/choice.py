@@ -45,7 +45,9 @@ def choose(work: Work, paths: Sequence[Availability], forced: str = "auto") -> s
         if forced in usable:
             return forced
         report = next((p for p in paths if p.path == forced), None)
-        reason = "this transfer addresses single tokens" if report and report.available else ""
+        reason = ""
+        if report and report.available:
+            reason = "it moves whole pages, not single tokens or layers, and no pages checked on the device"
         reason = reason or (report.reason if report else f"expected one of {', '.join(PATHS)}")
         raise ValueError(f"path {forced!r} was asked for and cannot be taken: {reason}")
     if "host" in usable:

@@ -120,10 +120,6 @@ class PoolSpec:
     valid_if: str | None = None
     layer_lists: tuple[str, ...] = ()
 
-    @property
-    def has_tokens(self) -> bool:
-        return self.unit == "token"
-
 
 # ---- numbers ----------------------------------------------------------------------------------
 
@@ -172,7 +168,6 @@ class DevicePart:
     """
 
     ident: str
-    base: int
     axes: tuple[tuple[str, int | None, int | None], ...]
     table: int | None = None
 
@@ -197,7 +192,7 @@ def numbers(host: HostLayout, device: Sequence[DevicePart], walks: Sequence[Walk
     found = [host.nbytes, host.page_bytes]
     for part, side in zip(host.parts, device, strict=True):
         found += [part.base, *(step for _, _, step in part.axes)]
-        found += [side.base, *(step for _, _, step in side.axes if step is not None)]
+        found += [*(step for _, _, step in side.axes if step is not None)]
         for walk in (w for w in walks if w.ident == part.ident):
             found += [walk.atom, walk.runs, walk.vector(align)]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,27 +27,31 @@ class Submission(NamedTuple):
         return mine is None or theirs is None or not mine.isdisjoint(theirs)
 
 
+KEPT = 8
+"""So many submissions are not asked for: it costs more than waiting for an event that has passed."""
+
+
 class Hazards:
-    """Running submissions by number, and tickets whose end the caller does not know yet."""
+    """Running submissions of either direction, and tickets whose end the caller does not know yet."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._running: dict[int, Submission] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._running: dict[str, deque[Submission]] = {"write_back": deque(), "load": deque()}
+        self._tickets: list[Ticket] = []
         self._swept = 32
 
-    def add(self, number: int, submission: Submission, ticket: Ticket | None) -> None:
-        self._running[number] = submission
+    def add(self, submission: Submission, ticket: Ticket | None) -> None:
+        self._running[submission.direction].append(submission)
         if ticket is not None:
-            self._tickets[number] = ticket
+            self._tickets.append(ticket)
 
     def forget(self) -> None:
         """Drop what is over. What the pool hands out does not depend on it."""
-        over = [number for number, entry in self._running.items() if self._driver.done(entry.event)]
-        for number in over:
-            del self._running[number]
+        for running in self._running.values():  # one stream each: the oldest is over first
+            while len(running) > KEPT and self._driver.done(running[0].event):
+                running.popleft()
         if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
-            self._tickets = {n: ticket for n, ticket in self._tickets.items() if not ticket.acknowledged}
+            self._tickets = [ticket for ticket in self._tickets if not ticket.acknowledged]
             self._swept = 2 * len(self._tickets) + 32
 
     def before(self, direction: str, batch: Batch) -> Iterator[Event]:
@@ -54,22 +59,23 @@ class Hazards:
 
         Those of the same direction are ordered by their stream.
         """
-        for entry in self._running.values():
-            if entry.direction != direction and entry.meets(batch):
+        for entry in self._running["load" if direction == "write_back" else "write_back"]:
+            if entry.meets(batch):
                 yield entry.event
 
     def in_flight(self, pages: set[int], after: Ticket | None) -> int | None:
         """A page among these whose transfer the caller does not know to be done, or None."""
-        for ticket in self._tickets.values():
+        for ticket in self._tickets:
             if ticket is not after and not ticket.acknowledged and not ticket.pages.isdisjoint(pages):
                 return min(ticket.pages & pages)
         return None
 
     def drain(self) -> None:
         """Block until everything has run; no ticket keeps its pages after that."""
-        for entry in self._running.values():
-            self._driver.synchronize(entry.event)
-        self._running.clear()
-        for ticket in self._tickets.values():
+        for running in self._running.values():
+            for entry in running:
+                self._driver.synchronize(entry.event)
+            running.clear()
+        for ticket in self._tickets:
             ticket.detach()
         self._tickets.clear()

@@ -7,6 +7,7 @@ a usual transfer every operation on a tensor costs more than the whole loop.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 LEVELS = ("off", "cheap", "full")
-MAX_IDS = 1 << 32
+UNITS = ("token", "page")
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -53,7 +54,7 @@ def batch(
     """Check both lists and bring them into one unit. Raises ValueError before anything is submitted."""
     if level not in LEVELS:
         raise ValueError(f"{limits.pool}: validate: expected one of {', '.join(LEVELS)}, got {level!r}")
-    if unit not in ("token", "page"):
+    if unit not in UNITS:
         raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
     _check_tensor(limits, "host ids", host)
     _check_tensor(limits, "device ids", device)
@@ -61,13 +62,11 @@ def batch(
         raise ValueError(
             f"{limits.pool}: host ids: expected a CPU tensor, got {host.device}; keep them on the CPU"
         )
-    count = host.numel()
-    if count != device.numel():
-        raise ValueError(
-            f"{limits.pool}: expected as many host ids as device ids, got {count} and {device.numel()}"
-        )
+    count, others = host.numel(), device.numel()
+    if count != others:
+        raise ValueError(f"{limits.pool}: expected as many host ids as device ids, got {count} and {others}")
     per_page = limits.page_size if unit == "token" else 1
-    if count % per_page:
+    if per_page > 1 and count % per_page:
         raise ValueError(
             f"{limits.pool}: expected whole pages of {per_page} ids, got {count} ids; "
             f"pad the last page or leave it out"
@@ -77,9 +76,10 @@ def batch(
     made = _cpu_batch(limits, host, device, per_page, level)
     if level != "off":
         if writes_host:
-            _check_duplicates(limits, "host ids", made.unit, made.host, made.host_pages)
-        else:
-            _check_duplicates(limits, "device ids", made.unit, made.device, made.device_pages)
+            if made.unit != "pages" or len(made.host_pages) != count // per_page:
+                _check_duplicates(limits, "host ids", made.unit, made.host)
+        elif made.unit != "pages" or len(made.device_pages or ()) != count // per_page:
+            _check_duplicates(limits, "device ids", made.unit, made.device)
     return made
 
 
@@ -92,16 +92,14 @@ def _check_tensor(limits: Limits, name: str, ids: torch.Tensor) -> None:
         raise ValueError(f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}")
 
 
-def _checked(limits: Limits, name: str, ids: list[int], end: int) -> list[int]:
+def _check_range(limits: Limits, name: str, ids: list[int], end: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= end):
         wrong = next(i for i in ids if i < 0 or i >= end)
         raise ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {wrong}")
-    return ids
 
 
-def _check_duplicates(limits: Limits, name: str, unit: str, ids: list[int], pages: set[int] | None) -> None:
-    distinct = pages if unit == "pages" and pages is not None else set(ids)
-    if len(distinct) == len(ids):
+def _check_duplicates(limits: Limits, name: str, unit: str, ids: list[int]) -> None:
+    if len(set(ids)) == len(ids):
         return
     seen: set[int] = set()
     twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
@@ -118,34 +116,41 @@ def _check_reserved(limits: Limits, pages: set[int]) -> None:
 
 
 def _cpu_batch(limits: Limits, host: torch.Tensor, device: torch.Tensor, per_page: int, level: str) -> Batch:
-    ends = (limits.host_pages * per_page, limits.device_pages * per_page)
-    host_pages, device_pages = _whole_pages(host, per_page), _whole_pages(device, per_page)
-    if host_pages is not None and device_pages is not None:
-        rows = _checked(limits, "host ids", host_pages, ends[0] // per_page)
-        others = _checked(limits, "device ids", device_pages, ends[1] // per_page)
-        touched = set(others)
-        _check_reserved(limits, touched)
-        return Batch("pages", rows, others, set(rows), touched)
+    rows, others = _whole_pages(host, per_page), _whole_pages(device, per_page)
+    if rows is not None and others is not None:
+        here, there = set(rows), set(others)
+        _check_range(limits, "host ids", rows, limits.host_pages)
+        _check_range(limits, "device ids", others, limits.device_pages)
+        if limits.reserved:
+            _check_reserved(limits, there)
+        return Batch("pages", rows, others, here, there)
     _need_tokens(limits, level)
-    rows = _checked(limits, "host ids", host.tolist(), ends[0])
-    others = _checked(limits, "device ids", device.tolist(), ends[1])
-    touched = {i // per_page for i in others}
-    _check_reserved(limits, touched)
-    return Batch("tokens", rows, others, {i // per_page for i in rows}, touched)
+    rows, others = host.tolist(), device.tolist()
+    _check_range(limits, "host ids", rows, limits.host_pages * per_page)
+    _check_range(limits, "device ids", others, limits.device_pages * per_page)
+    there = {i // per_page for i in others}
+    _check_reserved(limits, there)
+    return Batch("tokens", rows, others, {i // per_page for i in rows}, there)
 
 
 def _whole_pages(ids: torch.Tensor, page_size: int) -> list[int] | None:
     """Page ids when every page's tokens stand together and in order, else None."""
     if page_size == 1:
-        return list(ids.tolist())
+        found: list[int] = ids.tolist()
+        return found
     rows = ids.reshape(-1, page_size)
     first = rows[:, 0]
-    if not torch.equal(rows, first[:, None] + torch.arange(page_size, dtype=ids.dtype)):
+    if not torch.equal(rows, first[:, None] + _steps(page_size, ids.dtype)):
         return None
     starts = first.tolist()
     if any(start % page_size for start in starts):
         return None
     return [start // page_size for start in starts]
+
+
+@functools.cache
+def _steps(page_size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(page_size, dtype=dtype)
 
 
 def _need_tokens(limits: Limits, level: str) -> None:
@@ -175,10 +180,10 @@ def _device_batch(
             f"{limits.pool}: device ids: a component of this pool has no token axis; hand over page ids "
             f"(unit='page') or keep them on the CPU"
         )
-    _checked(limits, "host ids", rows, limits.host_pages)
     pages = set(rows)
+    _check_range(limits, "host ids", rows, limits.host_pages)
     if level != "off" and writes_host:
-        _check_duplicates(limits, "host ids", "pages", rows, pages)
+        _check_duplicates(limits, "host ids", "pages", rows)
     named = "tokens" if per_page > 1 else "pages"
     if level != "full":
         return Batch(named, rows, [], pages, None, device if per_page > 1 else _words(device))

@@ -369,7 +369,8 @@ class HostPool:
 
     def _choose(self, direction: str, batch: indices.Batch, path: str | None, layered: bool) -> str:
         forced = self._forced if path is None else path
-        whole = not layered and (batch.unit == "pages" or batch.on_device is not None)
+        pages_known = batch.on_device is None or batch.bad is None  # else the device skips wrong ones
+        whole = not layered and pages_known and (batch.unit == "pages" or batch.on_device is not None)
         key = (direction, len(batch.host_pages), layered, whole, forced)
         taken = self._choices.get(key)
         if taken is None:
@@ -400,6 +401,8 @@ class HostPool:
         for layer in layers:
             if layer not in self.layers:
                 raise ValueError(f"{self.spec.name}: layer {layer} is not one of {list(self.layers)}")
+            if self.layers.index(layer) in positions:
+                raise ValueError(f"{self.spec.name}: layer {layer} stands twice in one list")
             positions.append(self.layers.index(layer))
         return positions
 

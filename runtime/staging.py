@@ -65,10 +65,10 @@ class Staging:
         )
 
     def write_back(
-        self, launcher: Launcher, batch: Batch, stream: Stream, copies: Stream
-    ) -> tuple[Event, list[object]]:
-        """Gather in `stream`, copy in `copies`; returns the event after the last gather, what to keep."""
-        driver, ring, kept = self._driver, self._ring, list[object]()
+        self, launcher: Launcher, batch: Batch, stream: Stream, copies: Stream, keep: list[object]
+    ) -> Event:
+        """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
+        driver, ring = self._driver, self._ring
         gathered: Event = None
         for chunk in self._chunks(batch):
             slot, base = ring.take()
@@ -76,18 +76,20 @@ class Staging:
             if free is not None:
                 driver.wait(stream, free)
             place = Place(base, ring.slot_pages)
-            kept.append(launcher.launch("write_back", "gather", place, _inside(chunk), None, stream)[1])
+            launcher.launch("write_back", "gather", place, _inside(chunk), None, stream, keep)
             gathered = driver.record(stream)
             driver.wait(copies, gathered)
             host, staged, sizes = self._copies(chunk.host, base)
             driver.copy(host, staged, sizes, copies, inward=False)
             ring.free[slot] = driver.record(copies)
         driver.wait(stream, driver.record(copies))
-        return gathered, kept
+        return gathered
 
-    def load(self, launcher: Launcher, batch: Batch, stream: Stream, copies: Stream) -> list[object]:
-        """Copy in `copies`, scatter in `stream`; returns what to keep."""
-        driver, ring, kept = self._driver, self._ring, list[object]()
+    def load(
+        self, launcher: Launcher, batch: Batch, stream: Stream, copies: Stream, keep: list[object]
+    ) -> None:
+        """Copy in `copies`, scatter in `stream`."""
+        driver, ring = self._driver, self._ring
         driver.wait(copies, driver.record(stream))
         for chunk in self._chunks(batch):
             slot, base = ring.take()
@@ -98,9 +100,12 @@ class Staging:
             driver.copy(staged, host, sizes, copies, inward=True)
             driver.wait(stream, driver.record(copies))
             place = Place(base, ring.slot_pages)
-            kept.append(launcher.launch("load", "scatter", place, _inside(chunk), None, stream)[1])
+            launcher.launch("load", "scatter", place, _inside(chunk), None, stream, keep)
             ring.free[slot] = driver.record(stream)
-        return kept
+
+    def hold(self, event: Event) -> None:
+        """Use no slot before `event`, which is behind everything submitted so far."""
+        self._ring.free[:] = [event] * self._ring.slots
 
     def _chunks(self, batch: Batch) -> list[Batch]:
         """Parts of a batch that fit a slot, in the order of their host pages, so that runs merge."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 
 
 class Mark:
-    """A moment on the device: an event, and with `address` a 32-bit number there that reaches `value`.
+    """A moment on the device: an event, or with `address` a 32-bit number there that reaches `value`.
 
     `side`: a stream of the pool's own, on which a blocking wait for a number is put.
     """
@@ -23,38 +24,45 @@ class Mark:
 
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for it; without a stream, block the caller."""
-        if stream is None and not self._address:
-            self._driver.synchronize(self._event)
-            return
-        waiting = self._side if stream is None else stream
-        self._driver.wait(waiting, self._event)
+        driver = self._driver
         if self._address:
-            self._driver.wait_value(waiting, self._address, self._value)
-        if stream is None:
-            self._driver.synchronize(self._driver.record(waiting))
+            with driver.guard():
+                driver.wait_value(self._side if stream is None else stream, self._address, self._value)
+                if stream is None:
+                    driver.synchronize(driver.record(self._side))
+        elif stream is None:
+            driver.synchronize(self._event)
+        else:
+            driver.wait(stream, self._event)
 
 
-class LayerMarks:
-    """When each layer of a load is there: all at `event`, or as counters at `address` reach `value`."""
+class LayerMarks(NamedTuple):
+    """When each layer of a load is there: all at `event`, or as counters at `address` reach `values`."""
 
-    def __init__(
-        self, driver: Driver, event: Event, side: Stream = None, address: int = 0, value: int = 0
-    ) -> None:
-        self._driver, self._event, self._side = driver, event, side
-        self._address, self._value = address, value
+    driver: Driver
+    event: Event
+    side: Stream = None
+    address: int = 0
+    values: Sequence[int] = ()
 
     def mark(self, position: int) -> Mark:
-        address = self._address + 4 * position if self._address else 0
-        return Mark(self._driver, self._event, self._side, address, self._value)
+        if not self.address:
+            return Mark(self.driver, self.event)
+        return Mark(self.driver, self.event, self.side, self.address + 4 * position, self.values[position])
 
 
 class Ticket:
     """A submitted transfer: which way it goes, by which path, when it is done.
 
     A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
-    what the pool hands out never depends on timing. `captured`: the device rows have been read and may
-    change. `pages`: the host pages. `bad` is asked once it is done: which of them the device skipped.
+    what the pool hands out never depends on timing. `pages`: the host pages. `bad` is asked once it is
+    done: which of them the device skipped.
     """
+
+    __slots__ = (
+        *("_acknowledged", "_bad", "_captured", "_driver", "_event", "_ids", "_layers", "_lock"),
+        *("direction", "error", "pages", "path", "pool"),
+    )
 
     def __init__(
         self,
@@ -64,19 +72,22 @@ class Ticket:
         path: str,
         pages: set[int],
         event: Event,
-        captured: Mark,
-        layers: LayerMarks,
+        captured: Event,
+        layers: LayerMarks | None,
         ids: Sequence[int],
-        bad: Callable[[], Sequence[int]] | None = None,
+        bad: Callable[[], Sequence[int]] | None,
     ) -> None:
-        self.pool, self.direction, self.path = pool, direction, path
-        self.pages, self.captured = pages, captured
+        self.pool, self.direction, self.path, self.pages = pool, direction, path, pages
         self.error: TransferError | None = None
-        self._driver, self._event = driver, event
-        self._layers, self._ids = layers, ids
-        self._bad = bad
+        self._driver, self._event, self._captured = driver, event, captured
+        self._layers, self._ids, self._bad = layers, ids, bad
         self._lock = threading.Lock()
         self._acknowledged = False
+
+    @property
+    def captured(self) -> Mark:
+        """When the device rows have been read: they may change after it."""
+        return Mark(self._driver, self._captured)
 
     @property
     def acknowledged(self) -> bool:
@@ -115,7 +126,12 @@ class Ticket:
                 f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
             )
         self._check()
-        self._layers.mark(self._ids.index(layer)).wait(stream)
+        marks = self._layers or LayerMarks(self._driver, self._event)
+        try:
+            marks.mark(self._ids.index(layer)).wait(stream)
+        except PoolError as error:
+            self._broken(error)
+        self._check()
 
     def wait_all(self, stream: Stream = None) -> None:
         """As `wait`; the way to put a load in front of a CUDA graph's replay."""

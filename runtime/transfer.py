@@ -26,9 +26,12 @@ from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Place
 from poolwright.runtime.program import SizedProgram, view
 from poolwright.runtime.staging import Ring, Staging
-from poolwright.runtime.ticket import LayerMarks, Mark, Ticket
+from poolwright.runtime.ticket import LayerMarks, Ticket
 
 STREAMS = ("write", "load", "copy_out", "copy_in", "side")
+
+_counters_of_all_pools: list[Memory] = []
+"""Never given back: a caller's stream may come to its wait for a layer when the pool is long gone."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,10 @@ class Engine:
 
 
 class _Ran(NamedTuple):
-    """What a path submitted: the event after which rows are captured, progress by layer, what to keep."""
+    """What a path submitted: the event after which rows are captured, progress by layer."""
 
     captured: Event = None
     layers: LayerMarks | None = None
-    keep: object = None
 
 
 class Transfers:
@@ -72,10 +74,11 @@ class Transfers:
         self._table: Memory | None = None
         self._launcher: Launcher | None = None
         self._staging: Staging | None = None
-        self._number = 0
         self._hazards = Hazards(self._driver)
         self._lost: list[object] = []
-        self._paths: dict[str, Callable[[str, Batch, Sequence[int] | None, Stream], _Ran]] = {
+        self._counters: Memory | None = None
+        self._reached: list[int] = []
+        self._paths: dict[str, Callable[[str, Batch, Sequence[int] | None, Stream, list[object]], _Ran]] = {
             "host": self._atoms,
             "torch": self._indexing,
             "zero_copy": self._zero_copy,
@@ -91,9 +94,9 @@ class Transfers:
             self._table = self._driver.allocate(8 * max(len(binding.table), 1))
             stream = self._streams["write"]
             self._driver.upload(self._table.address, array("Q", binding.table), stream)
-            uploaded = self._driver.record(stream)
-            for name in STREAMS[1:]:
-                self._driver.wait(self._streams[name], uploaded)
+            if self._counters is None:
+                self._counters = self._new_counters(stream)
+            self._driver.synchronize(self._driver.record(stream))  # nothing else keeps the table until then
             if engine.kernels is not None:
                 self._launcher = Launcher(
                     self._driver,
@@ -139,29 +142,21 @@ class Transfers:
         with self._lock, self._driver.guard():
             self._driver.admit(other, self._pool)
             self._hazards.forget()
-            self._number += 1
+            keep: list[object] = [batch, self._binding, self._table]
             try:
                 self._behind(stream, other, direction, batch)
-                ran = _Ran() if not batch.host else self._paths[path](direction, batch, layers, stream)
+                ran = _Ran() if not batch.host else self._paths[path](direction, batch, layers, stream, keep)
                 event = self._driver.record(stream)
             except PoolError as error:
-                self._abandon(direction, batch, stream)
+                self._abandon(direction, batch, stream, other, keep)
                 pages = sorted(batch.host_pages)
                 raise TransferError(self._pool, direction, pages, str(error)) from error
+            captured = event if ran.captured is None else ran.captured
             ticket = Ticket(
-                driver=self._driver,
-                pool=self._pool,
-                direction=direction,
-                path=path,
-                pages=batch.host_pages,
-                event=event,
-                captured=Mark(self._driver, event if ran.captured is None else ran.captured),
-                layers=ran.layers or LayerMarks(self._driver, event),
-                ids=ids,
-                bad=batch.bad,
+                *(self._driver, self._pool, direction, path, batch.host_pages),
+                *(event, captured, ran.layers, ids, batch.bad),
             )
-            keep = (batch, self._binding, self._table, ran)
-            self._hazards.add(self._number, Submission(direction, event, batch, keep), ticket)
+            self._hazards.add(Submission(direction, event, batch, keep), ticket)
             return ticket
 
     def _behind(self, stream: Stream, other: Stream, direction: str, batch: Batch) -> None:
@@ -173,44 +168,83 @@ class Transfers:
         for event in self._hazards.before(direction, batch):
             driver.wait(stream, event)
 
-    def _abandon(self, direction: str, batch: Batch, stream: Stream) -> None:
-        """A submission failed half-way: what had been submitted still runs, and later work waits for it."""
-        keep = (batch, self._binding, self._table)
+    def _abandon(
+        self, direction: str, batch: Batch, stream: Stream, other: Stream, keep: list[object]
+    ) -> None:
+        """A submission failed half-way: what had been submitted still runs. Later transfers wait for it, and
+        so does the caller's stream, since there is no ticket to wait for."""
         try:
-            for name in ("copy_out", "copy_in"):
+            for name in STREAMS[:4]:
                 self._driver.wait(stream, self._driver.record(self._streams[name]))
             event = self._driver.record(stream)
-            self._hazards.add(self._number, Submission(direction, event, batch, keep), None)
+            self._driver.wait(other, event)
+            if self._staging is not None:
+                self._staging.hold(event)
+            self._hazards.add(Submission(direction, event, batch, keep), None)
         except PoolError:
             self._lost.append(keep)  # the device answers nothing any more: never reuse what it may touch
 
     # ---- paths
 
-    def _zero_copy(self, direction: str, batch: Batch, layers: Sequence[int] | None, stream: Stream) -> _Ran:
+    def _zero_copy(
+        self,
+        direction: str,
+        batch: Batch,
+        layers: Sequence[int] | None,
+        stream: Stream,
+        keep: list[object],
+    ) -> _Ran:
         """Kernels move runs between device rows and pinned host memory."""
         assert self._launcher is not None
         if layers is None:
-            return _Ran(keep=self._launcher.launch(direction, direction, self._host, batch, None, stream)[1])
-        counters = self._driver.allocate(4 * max(len(layers), 1))
-        self._driver.fill(counters.address, 0, max(len(layers), 1), stream)
-        ready = self._driver.record(stream)
-        arrivals, keep = self._launcher.launch(
-            direction, direction, self._host, batch, layers, stream, counters.address
+            self._launcher.launch(direction, direction, self._host, batch, None, stream, keep)
+            return _Ran()
+        counters, self._counters = self._counters, None  # an unknown part of a failed launch may still count
+        if counters is None:
+            counters = self._new_counters(stream)
+            self._driver.synchronize(self._driver.record(stream))
+        arrivals = self._launcher.launch(
+            direction, direction, self._host, batch, layers, stream, keep, counters.address
         )
-        marks = LayerMarks(self._driver, ready, self._streams["side"], counters.address, arrivals)
-        return _Ran(layers=marks, keep=(counters, keep))
+        self._counters = counters
+        values = [value + arrivals & 0xFFFFFFFF for value in self._reached[: len(layers)]]
+        self._reached[: len(layers)] = values
+        return _Ran(layers=LayerMarks(self._driver, None, self._streams["side"], counters.address, values))
 
-    def _staged(self, direction: str, batch: Batch, layers: Sequence[int] | None, stream: Stream) -> _Ran:
+    def _new_counters(self, stream: Stream) -> Memory:
+        """A counter for each place in the order of layers. They only ever grow, so that nobody who waits
+        for an earlier load waits for a later one. Nobody may wait for them before they are filled."""
+        count = self.program.sizes["layers"]
+        counters = self._driver.allocate(4 * max(count, 1))
+        _counters_of_all_pools.append(counters)
+        self._driver.fill(counters.address, 0, max(count, 1), stream)
+        self._reached = [0] * count
+        return counters
+
+    def _staged(
+        self,
+        direction: str,
+        batch: Batch,
+        layers: Sequence[int] | None,
+        stream: Stream,
+        keep: list[object],
+    ) -> _Ran:
         """Kernels and copy engine in turns over a ring of staging slots."""
         assert self._staging is not None and self._launcher is not None and layers is None
         if direction == "write_back":
-            captured, keep = self._staging.write_back(
-                self._launcher, batch, stream, self._streams["copy_out"]
-            )
-            return _Ran(captured=captured, keep=keep)
-        return _Ran(keep=self._staging.load(self._launcher, batch, stream, self._streams["copy_in"]))
+            copies = self._streams["copy_out"]
+            return _Ran(captured=self._staging.write_back(self._launcher, batch, stream, copies, keep))
+        self._staging.load(self._launcher, batch, stream, self._streams["copy_in"], keep)
+        return _Ran()
 
-    def _atoms(self, direction: str, batch: Batch, layers: Sequence[int] | None, stream: Stream) -> _Ran:
+    def _atoms(
+        self,
+        direction: str,
+        batch: Batch,
+        layers: Sequence[int] | None,
+        stream: Stream,
+        keep: list[object],
+    ) -> _Ran:
         """The CPU twin moves whole runs."""
         assert self.engine.library is not None and self._binding is not None and self._table is not None
         function = getattr(self.engine.library, f"atoms_{batch.unit}")
@@ -228,7 +262,14 @@ class Transfers:
         )
         return _Ran()
 
-    def _indexing(self, direction: str, batch: Batch, layers: Sequence[int] | None, stream: Stream) -> _Ran:
+    def _indexing(
+        self,
+        direction: str,
+        batch: Batch,
+        layers: Sequence[int] | None,
+        stream: Stream,
+        keep: list[object],
+    ) -> _Ran:
         """Indexing by torch, the last resort: right everywhere, fast nowhere."""
         assert self._binding is not None
         with self._driver.torch_stream(stream):

@@ -1,9 +1,9 @@
 """Many generated pools in one shared library: samples in, callable entries of each out.
 
-Compiling a library for each of a thousand pools would take minutes, nearly all of it the same headers.
-So their texts are concatenated, each in a namespace of its own; what they share is included once, the
-copies of the CPU twin (tested elsewhere) are replaced by a plain loop, and both directions share one
-instance of each template, which asks for the direction when it runs.
+Compiling a library for each of a thousand pools would take minutes, nearly all of it the same headers. So
+their texts are concatenated, each in a namespace of its own. Most of the rest is spent on instances of
+small templates, so only the pools marked `whole` are compiled as they are, kernels and all. In the others
+the loop of a copy stands in its function, and both directions share one instance of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,22 +25,13 @@ from poolwright.codegen.ir import Program
 
 INCLUDE = Path(__file__).resolve().parents[1] / "runtime" / "include"
 
-_WAY = re.compile(r"(\w+)<pw::(Load|WriteBack)>\(")
-
 HEAD = """\
 #define PW_ALIGN {align}
 #define PW_EXPORT inline
 #include "poolwright/lanes.h"
+#include "poolwright/host_copy.h"
 
 namespace pw {{
-constexpr u64 streaming_bytes = 1;
-struct Copy {{ char* to; const char* from; }};
-template <class Place> inline void copy_all(u64 runs, u64 bytes, u32, bool, Place place) {{
-  for (u64 i = 0; i < runs && bytes != 0; ++i) {{
-    const Copy run = place(i);
-    std::memcpy(run.to, run.from, bytes);
-  }}
-}}
 static bool loading = false;
 struct Either {{
   static const char* from(const Run& run) {{ return loading ? Load::from(run) : WriteBack::from(run); }}
@@ -57,13 +48,13 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Built:
-    """One pool, lowered and rendered. `lanes`: its kernels are compiled as well."""
+    """One pool, lowered and rendered. `whole`: compiled as it is, kernels too."""
 
     sample: Sample
     lowered: lower.Lowered
     program: Program
     files: Mapping[str, str]
-    lanes: bool
+    whole: bool
 
     def python(self) -> SimpleNamespace:
         """What the generated pool.py defines in front of its class."""
@@ -90,11 +81,11 @@ class Compiled:
         ctypes.CFUNCTYPE(None)(self.entries[name])(*arguments)
 
 
-def build(sample: Sample, lanes: bool) -> Built:
+def build(sample: Sample, whole: bool = False) -> Built:
     """Lower and render one sample."""
     lowered = lower.lower(sample.pool)
     program = next(p for p in lowered.programs if p.variant == sample.choice)
-    return Built(sample, lowered, program, render.render_pool(lowered), lanes)
+    return Built(sample, lowered, program, render.render_pool(lowered), whole)
 
 
 def compile_pools(pools: Sequence[Built], folder: Path, align: int) -> list[Compiled]:
@@ -128,13 +119,13 @@ def _namespaces(pool: Built, at: int) -> tuple[str, list[str]]:
     defines = {"PROGRAM": render_cpp.qualified(pool.lowered, pool.program).split("::", 1)[1]}
     defines |= {name: str(values[name]) for name in render_cpp.inputs(pool.lowered)}
     kinds = {"atoms": {"PART": "0"}}  # no kernels
-    kinds |= {"lanes": {"LANES": "1"}} if pool.lanes else {}
+    kinds |= {"lanes": {"LANES": "1"}} if pool.whole else {}
     lines: list[str] = []
     found: dict[str, str] = {}
     for kind, extra in kinds.items():
         macros = defines | extra
         lines += [f"#define PW_{name} {value}" for name, value in macros.items()]
-        lines += [f"namespace {kind}_{at} {{", *_body(pool.files), f"}}  // namespace {kind}_{at}"]
+        lines += [f"namespace {kind}_{at} {{", *_body(pool), f"}}  // namespace {kind}_{at}"]
         lines += [f"#undef PW_{name}" for name in macros]
         found |= {name: f"{kind}_{at}::{name}" for name in _entries(pool.files, kind)}
     table = ", ".join(f"(void*)&{name}" for name in found.values())
@@ -143,15 +134,24 @@ def _namespaces(pool: Built, at: int) -> tuple[str, list[str]]:
     return "\n".join(lines), list(found)
 
 
-def _body(files: Mapping[str, str]) -> Iterator[str]:
-    for name in ("layout.h", "kernels.cu", "host.cpp"):
-        for line in files[f"pools/random/{name}"].splitlines():
-            if not line.startswith(("#include", "#pragma once")):
-                yield _WAY.sub(_either, line)
+def _body(pool: Built) -> list[str]:
+    texts = [pool.files[f"pools/random/{name}"] for name in ("layout.h", "kernels.cu", "host.cpp")]
+    lines = "".join(texts).splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
+    return [text if pool.whole else _shortened(text)]
 
 
-def _either(found: re.Match[str]) -> str:
-    return f"pw::loading = {int(found[2] == 'Load')}, {found[1]}<pw::Either>("
+_WAY = re.compile(r"(\w+)<pw::(Load|WriteBack)>\(")
+_LOOP = re.compile(r"pw::copy_all\(count \* runs, bytes, threads, streaming, \[=\]\(u64 at\) {")
+_END = re.compile(r"return pw::Copy{(.*)};\n  }\);")
+
+
+def _shortened(text: str) -> str:
+    """The same copies with fewer functions: see the top of this module."""
+    text, loops = _LOOP.subn("for (u64 at = 0; at < count * runs && bytes != 0; ++at) {", text)
+    text, ends = _END.subn(r"std::memcpy(\1, bytes);\n  }", text)
+    assert loops == ends > 0, "host.cpp.jinja has changed: mend _LOOP and _END"
+    return _WAY.sub(lambda way: f"pw::loading = {int(way[2] == 'Load')}, {way[1]}<pw::Either>(", text)
 
 
 def _entries(files: Mapping[str, str], kind: str) -> list[str]:

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the GPU tests need none of it
+    settings = None  # type: ignore[assignment,misc]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +23,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def pytest_configure() -> None:
     # Compiled code is content-addressed, so a cache that outlives the run cannot be stale.
     os.environ.setdefault("POOLWRIGHT_CACHE_DIR", str(ROOT / "build" / "test-cache"))
+    if settings is None:
+        return
     settings.register_profile(
         "same", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -26,7 +26,7 @@ GRID, BLOCK = 2, 3
 
 @dataclass(frozen=True)
 class Devices:
-    """All device tensors in one arena. `offsets`: by part the place of each byte; `starts`: of its tensors."""
+    """All device tensors in one arena: by part the places of its bytes, and where its tensors start."""
 
     nbytes: int
     offsets: Mapping[str, torch.Tensor]
@@ -34,7 +34,7 @@ class Devices:
 
 
 def place_devices(sample: Sample, pages: int, align: int, chance: Chance) -> Devices:
-    """Tensors of so many pages; addresses and strides that are known only at bind are multiples of `align`."""
+    """Tensors of so many pages; addresses and strides known only at bind are multiples of `align`."""
     form, end = sample.form, GUARD
     inside = [replace_axes(part, form.tensors) for part in sample.placed(pages)]
     found: dict[str, list[torch.Tensor]] = {part.name: [] for part in inside}
@@ -134,7 +134,7 @@ class Arena:
         return part.present and self.devices.offsets[ident].numel() > 0
 
     def _first_bytes(self, part: Any) -> list[int]:
-        """What the table says: where a tensor starts, or where its component does when that is not constant."""
+        """What the table says: where the component starts in each tensor."""
         starts = self.devices.starts[part.ident]
         if not self._is_there(part.ident):
             return list(starts)
@@ -144,10 +144,7 @@ class Arena:
             first = [int(one.flatten()[0]) for one in offsets.unbind(layer)]
         else:
             first = [int(offsets.flatten()[0])]
-        entries = [at - part.base for at in first]
-        if part.base != 0:
-            assert entries == list(starts), f"{part.ident} starts at {first}, not {part.base} after {starts}"
-        return entries
+        return first
 
     def transfers(self, tokens: bool, layered: bool) -> Iterator[Transfer]:
         """Both directions, whole pages and tokens, all layers and some."""
@@ -209,22 +206,43 @@ class Arena:
 
     def lanes(self, transfer: Transfer) -> None:
         """Run the kernel itself, lane by lane. Layers exist for loads only."""
-        count = len(transfer.host)
-        here, there = (ctypes.c_uint32 * count)(*transfer.host), (ctypes.c_uint32 * count)(*transfer.device)
-        ids = (ctypes.c_uint64 * 5)(ctypes.addressof(here), ctypes.addressof(there), 0, 0, 0)
+        self._launch(transfer, transfer.unit, transfer.host, transfer.device, len(transfer.host))
+
+    def lanes_in_place(self, transfer: Transfer) -> None:
+        """Run the kernel for tokens with whole host pages and device token ids that it reads in place."""
+        size, step = self.sample.values["page_size"], self.chance.integer(1, 3)
+        tokens = [page * size + i for page in transfer.device for i in range(size)]
+        wide = self.chance.percent(50)
+        memory = ((ctypes.c_int64 if wide else ctypes.c_int32) * (len(tokens) * step))()
+        memory[::step] = tokens
+        place = (ctypes.addressof(memory), step, int(wide))
+        self._launch(transfer, "tokens", transfer.host, (), len(tokens), place)
+
+    def _launch(
+        self,
+        transfer: Transfer,
+        unit: str,
+        host: Sequence[int],
+        device: Sequence[int],
+        count: int,
+        memory: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        here, there = (ctypes.c_uint32 * len(host))(*host), (ctypes.c_uint32 * len(device))(*device)
+        ids = (ctypes.c_uint64 * 5)(ctypes.addressof(here), ctypes.addressof(there), *memory)
         number = ctypes.c_uint32(count)
         params = [ctypes.addressof(self.view), ctypes.addressof(ids), ctypes.addressof(number)]
-        name = f"lanes_{'load' if transfer.load else 'write_back'}_"
-        if transfer.layers is not None:
-            name += "layer_"
-            done = (ctypes.c_uint32 * len(transfer.layers))()
-            where = ctypes.c_uint64(ctypes.addressof(done))
-            listed = (ctypes.c_uint32 * (1 + len(transfer.layers)))(len(transfer.layers), *transfer.layers)
+        layers = transfer.layers or ()
+        done = (ctypes.c_uint32 * len(layers))()
+        where = ctypes.c_uint64(ctypes.addressof(done))
+        listed = (ctypes.c_uint32 * (1 + len(layers)))(len(layers), *layers)
+        if layers:
             params += [ctypes.addressof(listed), ctypes.addressof(where)]
         block = (ctypes.c_void_p * len(params))(*params)
-        self.compiled.call(name + transfer.unit, ctypes.c_uint32(GRID), ctypes.c_uint32(BLOCK), block)
-        if transfer.layers is not None:
-            assert list(done) == [GRID] * len(transfer.layers)
+        name = "_".join(
+            ["lanes", "load" if transfer.load else "write_back", *(["layer"] if layers else []), unit]
+        )
+        self.compiled.call(name, ctypes.c_uint32(GRID), ctypes.c_uint32(BLOCK), block)
+        assert list(done) == [GRID] * len(layers)
 
 
 def _random_bytes(count: int, seed: torch.Generator) -> torch.Tensor:

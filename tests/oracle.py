@@ -119,7 +119,7 @@ def arrange(
         tensor = tensors[part.name].permute([list(part.axes).index(a) for a in (*left, *right)] + [-1])
         block = _flatten(tensor, right, padding)
         blocks.append(block if part.present else block[..., :0])
-    row = _side_by_side(blocks, [part.align for part in parts])
+    row = _side_by_side(blocks, [part.align if part.present else 1 for part in parts])
     return _flatten(row, left, padding)
 
 

@@ -350,7 +350,10 @@ class _Maker:
     ) -> ir.Pool:
         params = [ir.Param(name, 0) for name in ("a", "b", "c")] + [ir.Param("wide", 0, length=2)]
         params += [ir.Param("groups", 1), ir.Param("heads", 1)] if self.split else []
-        pieces = (ir.Dim("head_group", expr.parse("groups")), ir.Dim("head_in_group", expr.parse("heads // groups")))
+        pieces = (
+            ir.Dim("head_group", expr.parse("groups")),
+            ir.Dim("head_in_group", expr.parse("heads // groups")),
+        )
         return ir.Pool(
             name="random",
             class_name="RandomPoolHost",

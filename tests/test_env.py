@@ -23,6 +23,7 @@ def test_defaults() -> None:
         "CUDA_COMPILER": "nvrtc",
         "PATH": "auto",
         "TWIN": "atoms",
+        "OPTIMIZE": "2",
         "THREADS": 0,
         "HUGEPAGES": False,
         "REGISTER_CHUNK_GB": 16,

@@ -45,7 +45,9 @@ def test_the_four_steps_to_a_pool_work(tmp_path: Path) -> None:
     (tmp_path / "specs").mkdir()
     (tmp_path / "generated").mkdir()
     commands = [line.split("#")[0].split() for line in block("shell").splitlines()]
-    assert [command[:2] for command in commands] == [["codegen", word] for word in ("new", "show", "build", "verify")]
+    assert [command[:2] for command in commands] == [
+        ["codegen", word] for word in ("new", "show", "build", "verify")
+    ]
     for command in commands:
         arguments = command[1:] + (["--quick"] if command[1] == "verify" else [])
         done = subprocess.run(

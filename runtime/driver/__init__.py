@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,16 +37,16 @@ class Parameters:
 
 
 class Kernels(Protocol):
-    """Compiled kernels of one program. `grid`: blocks of a launch by its purpose; `block`: lanes of each."""
+    """Compiled kernels of one program. `grid`: blocks of a launch by its purpose."""
 
     @property
     def grid(self) -> Mapping[str, int]: ...
 
-    @property
-    def block(self) -> int: ...
+    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
+        """What launches kernel `name` on a stream with `grid[purpose]` blocks and `params` as they are then.
 
-    def launch(self, name: str, grid: int, block: int, params: Parameters, stream: Stream) -> None:
-        """Run kernel `name` after everything before it in `stream`; `params` are copied. Raises PoolError."""
+        The call raises PoolError.
+        """
         ...
 
 

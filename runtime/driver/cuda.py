@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -63,6 +63,7 @@ class CudaKernels:
         self._modules = [_check(driver.cuModuleLoadData(cubin), "load a cubin") for cubin in cubins]
         self._functions: dict[str, Any] = {}
         self._launch = driver.cuLaunchKernel
+        self._ok = driver.CUresult.CUDA_SUCCESS
         for module in self._modules:
             count = _check(driver.cuModuleGetFunctionCount(module), "count kernels")
             for function in _check(driver.cuModuleEnumerateFunctions(count, module), "list kernels"):
@@ -71,11 +72,16 @@ class CudaKernels:
                 _check(driver.cuFuncLoad(function), f"load kernel {name}")
                 self._functions[name] = function
 
-    def launch(self, name: str, grid: int, block: int, params: Parameters, stream: Stream) -> None:
-        address = ctypes.addressof(params.pointers)
-        result = self._launch(self._functions[name], grid, 1, 1, block, 1, 1, 0, stream, address, 0)
-        if int(result[0]) != 0:
-            _check((*result, None), f"launch {name}")
+    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
+        call, function, grid, block = self._launch, self._functions[name], self.grid[purpose], self.block
+        address, ok = ctypes.addressof(params.pointers), self._ok
+
+        def launch(stream: Stream) -> None:
+            (code,) = call(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
+            if code is not ok and code != ok:
+                _check((code, None), f"launch {name}")
+
+        return launch
 
 
 class CudaDriver:
@@ -93,13 +99,22 @@ class CudaDriver:
         self._api = driver
         handle = _check(driver.cuDeviceGet(index), "device")
         self._context = _check(driver.cuDevicePrimaryCtxRetain(handle), "primary context")
+        self._context_number = int(self._context)
+        self._threads: set[int] = set()
+        self._ok = driver.CUresult.CUDA_SUCCESS
         self._events: list[Any] = []
         self._lock = threading.Lock()
         self._batch = _BatchCopy()
 
     def guard(self) -> AbstractContextManager[None]:
-        # torch's current device is the context that is current in this thread.
-        return _NOTHING if torch.cuda.current_device() == self.device.index else self._pushed()
+        # A thread that has no context yet reports device 0: it counts once its context has been seen.
+        if threading.get_ident() in self._threads and torch._C._cuda_getDevice() == self.device.index:
+            return _NOTHING
+        code, current = self._api.cuCtxGetCurrent()
+        if int(code) == 0 and int(current) == self._context_number:
+            self._threads.add(threading.get_ident())
+            return _NOTHING
+        return self._pushed()
 
     @contextmanager
     def _pushed(self) -> Iterator[None]:
@@ -111,10 +126,12 @@ class CudaDriver:
             api.cuCtxPopCurrent()
 
     def admit(self, stream: Stream, what: str) -> None:
-        code, status = self._api.cuStreamIsCapturing(_handle(stream))
-        if int(code) != 0:
-            _check((code, status), "capture status")
-        if int(status) != 0:
+        handle = _handle(stream)
+        if handle == torch._C._cuda_getCurrentRawStream(self.device.index):
+            captures = torch._C._cuda_isCurrentStreamCapturing()
+        else:
+            captures = int(_check(self._api.cuStreamIsCapturing(handle), "capture status")) != 0
+        if captures:
             raise PoolError(
                 f"{what} cannot be captured into a CUDA graph; submit it before the replay, then wait_all()"
             )
@@ -155,22 +172,24 @@ class CudaDriver:
             handle = self._events.pop()
         except IndexError:
             handle = _check(self._api.cuEventCreate(2), "create an event")  # 2: no timing
-        event = CudaEvent(handle, self._events)
-        result = self._api.cuEventRecord(handle, _handle(stream))
-        if int(result[0]) != 0:
-            _check((*result, None), "record an event")
-        return event
+        (code,) = self._api.cuEventRecord(handle, stream if type(stream) is int else stream.cuda_stream)
+        if code != self._ok:
+            _check((code, None), "record an event")
+        return CudaEvent(handle, self._events)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        result = self._api.cuStreamWaitEvent(_handle(stream), event.handle, 0)
-        if int(result[0]) != 0:
-            _check((*result, None), "wait for an event")
+        target = stream if type(stream) is int else stream.cuda_stream
+        (code,) = self._api.cuStreamWaitEvent(target, event.handle, 0)
+        if code != self._ok:
+            _check((code, None), "wait for an event")
 
     def done(self, event: Event) -> bool:
-        code = int(self._api.cuEventQuery(event.handle)[0])
-        if code not in (0, _NOT_READY):
-            _check((*self._api.cuEventQuery(event.handle), None), "ask for an event")
-        return code == 0
+        (code,) = self._api.cuEventQuery(event.handle)
+        if code == self._ok:
+            return True
+        if int(code) != _NOT_READY:
+            _check((code, None), "ask for an event")
+        return False
 
     def synchronize(self, event: Event) -> None:
         _check((*self._api.cuEventSynchronize(event.handle), None), "wait for an event")
@@ -242,6 +261,14 @@ class _BatchCopy:
 def _handle(stream: Stream) -> int:
     """The integer of a stream, whoever made it."""
     return stream if type(stream) is int else int(stream.cuda_stream)
+
+
+def driver_version() -> tuple[int, int]:
+    """(major, minor) of the CUDA that the installed driver runs."""
+    from cuda.bindings import driver
+
+    number = int(_check(driver.cuDriverGetVersion(), "version of the driver"))
+    return number // 1000, number % 1000 // 10
 
 
 def cuda_driver(device: torch.device) -> CudaDriver:

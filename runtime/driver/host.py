@@ -23,9 +23,13 @@ class HostKernels:
     def __init__(self, build: Callable[[], ctypes.CDLL]) -> None:
         self._library = functools.cache(build)
 
-    def launch(self, name: str, grid: int, block: int, params: Parameters, stream: Stream) -> None:
-        function = getattr(self._library(), f"lanes_{name}")
-        function(ctypes.c_uint32(grid), ctypes.c_uint32(block), params.pointers)
+    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
+        sizes = (ctypes.c_uint32(self.grid[purpose]), ctypes.c_uint32(self.block))
+
+        def launch(stream: Stream) -> None:
+            getattr(self._library(), f"lanes_{name}")(*sizes, params.pointers)
+
+        return launch
 
 
 class HostDriver:
@@ -86,5 +90,5 @@ class HostDriver:
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         found = ctypes.c_uint32.from_address(address).value
-        if found < value:
+        if (found - value) & 0x80000000:  # counters go round, as on the device
             raise RuntimeError(f"waits for {value} at {address:#x}, which is {found} and will not change")

@@ -20,6 +20,8 @@ COUNTS = (1, 63, 64, 65, 128, 129)
 HOST_PAGES, DEVICE_PAGES = 131, 137
 STAGING_PAGES = 7
 MEMORY_PAGE = 4096
+LANES, IN_FLIGHT = 3 * 32, 8
+"""Of a launch on the CPU twin: lanes, and vectors that each moves in one round."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Bench:
             yield self._layout(layout, found, pages)
             yield self._ranges(layout, found, pages)
         yield self._required()
+        yield self._tables()
         yield self._staging()
 
     def _paths(self) -> str:
@@ -156,6 +159,17 @@ class Bench:
         again = pool.program.host(pool.page_num).nbytes
         return "" if again == self.host.nbytes else f"host bytes: expected {self.host.nbytes}, got {again}"
 
+    def _tables(self) -> str:
+        """Components whose layers are tensors of their own have one address a layer, others one."""
+        tensors = self.spec.forms[self.pool.form].tensors
+        for part in oracle.parts(*self._facts[:3]):
+            layers = dict(part.axes).get("layer")
+            expected = layers if "layer" in tensors else None
+            got = next(p.table for p in self.pool.program.device if p.ident == part.ident)
+            if got != expected:
+                return f"{part.name}: tensors of its own for each layer: expected {expected}, got {got}"
+        return ""
+
     def _staging(self) -> str:
         """The views of a staging slot show the bytes that the oracle places there."""
         pool = self.pool
@@ -180,19 +194,21 @@ class Bench:
     # ---- transfers
 
     def cases(self) -> Iterator[Case]:
-        """Every transfer to compare, in a fixed order."""
+        """Every transfer to compare, in a fixed order: one of each kind in turn: faults show early."""
         paths = [path.path for path in self.pool.path_report() if path.available]
-        yield from self._whole_pages(paths)
-        yield from self._runs(paths)
-        yield from self._special(paths)
-        yield from self._layered([path for path in paths if path != "staged"])
+        single = [path for path in paths if path != "staged"]  # no range of the copy engine is part of a page
+        kinds = [self._whole_pages(paths), self._layered(single), self._runs(paths), self._special(paths)]
         if self.pool.program.tokens and self.pool.page_size > 1:
-            yield from self._tokens([path for path in paths if path != "staged"])
+            kinds.insert(1, self._tokens(single))
+        if "zero_copy" in paths:
+            kinds.insert(2, self._last_rounds())
+        for turn in itertools.zip_longest(*kinds):
+            yield from (case for case in turn if case is not None)
 
     def _whole_pages(self, paths: Sequence[str]) -> Iterator[Case]:
         """Permuted pages in every count; ids as tokens and as pages, 32 and 64 bits, in turn."""
         turn = itertools.cycle(itertools.product(("token", "page"), (torch.int64, torch.int32)))
-        for direction, path, count in itertools.product(("write_back", "load"), paths, COUNTS):
+        for count, path, direction in itertools.product(COUNTS[::-1], paths, ("write_back", "load")):
             unit, dtype = next(turn)
             yield Case(direction, path, unit, *self._ids(count), dtype=dtype)
         if self.pool.device.type != "cpu":
@@ -201,7 +217,7 @@ class Bench:
 
     def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
         """Neighbours on one side or both, and runs that end at the last page."""
-        host, device = torch.arange(HOST_PAGES), torch.arange(DEVICE_PAGES)
+        host, device = torch.arange(HOST_PAGES), self._free()
         for direction, path in itertools.product(("write_back", "load"), paths):
             yield Case(direction, path, "page", host[-40:], device[-40:])
             yield Case(direction, path, "token", host[:40], self._ids(40)[1])
@@ -214,7 +230,7 @@ class Bench:
             yield Case(direction, path, "token", host[:0], device[:0])
             yield Case(direction, path, "token", host, device, strided=True)
             yield Case(direction, path, "page", host, device, validate="full")
-        yield Case("load", paths[0], "page", torch.tensor([5, 5, 2]), torch.tensor([4, 9, 0]))
+        yield Case("load", paths[0], "page", torch.tensor([5, 5, 2]), self._free()[:3])
 
     def _layered(self, paths: Sequence[str]) -> Iterator[Case]:
         ids = self.pool.layers
@@ -227,18 +243,39 @@ class Bench:
 
     def _tokens(self, paths: Sequence[str]) -> Iterator[Case]:
         """Single tokens of whole pages in any order."""
-        for path, count in itertools.product(paths, (1, 64, 129)):
+        for count, path in itertools.product((129, 1, 64), paths):
             for direction in ("write_back", "load"):
                 yield Case(direction, path, "token", *self._ids(count), shuffled=True)
             load = Case("load", path, "token", *self._ids(count), shuffled=True)
             yield replace(load, layers=self.pool.layers[-1:])
             yield replace(load, order="layer", dtype=torch.int32)
 
+    def _last_rounds(self) -> Iterator[Case]:
+        """Counts whose very last vector is a lane's first in its last round: a bound of one less drops it."""
+        program = self.pool.program
+        for walk in program.walks:
+            tokens, layers = "tokens" in walk.name, self.pool.layers[:1] if "layer" in walk.name else None
+            each = walk.runs * walk.atom // walk.vector(16) * (self.pool.page_size if tokens else 1)
+            counts = (
+                c for c in range(1, HOST_PAGES) if each and (c * each - 1) % (LANES * IN_FLIGHT) < LANES
+            )
+            count = next(counts, None)
+            if count is not None and (program.tokens or not tokens):
+                unit = "token" if tokens else "page"
+                case = Case("load", "zero_copy", unit, *self._ids(count), shuffled=tokens, layers=layers)
+                yield case
+                if layers is None:
+                    yield replace(case, direction="write_back")
+
     def _ids(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """So many pages of each side, in no order; reserved device pages left out."""
-        free = torch.tensor([page for page in range(DEVICE_PAGES) if page not in self.spec.reserved])
+        """So many pages of each side, in no order."""
+        free = self._free()
         host = torch.randperm(HOST_PAGES, generator=self._random)[:count]
         return host, free[torch.randperm(len(free), generator=self._random)[:count]]
+
+    def _free(self) -> torch.Tensor:
+        """Device pages that may be moved."""
+        return torch.tensor([page for page in range(DEVICE_PAGES) if page not in self.spec.reserved])
 
     def transfer(self, case: Case) -> str:
         """Submit one transfer and compare both sides, whole; the first difference in words, or ""."""

@@ -106,7 +106,7 @@ def _component(
         align = int(eval(component.align, {"__builtins__": {}}, {**helpers, **sizes}))
     absent = component.present is not None and not sizes[component.present]
     itemsize = 0 if absent else dtype.itemsize
-    return Part(component.name, component.ident, tuple(axes), itemsize, align, dtype)
+    return Part(component.name, component.ident, tuple(axes), itemsize, 1 if absent else align, dtype)
 
 
 def _record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,41 +91,47 @@ def _dtypes(spec: PoolSpec, turn: int) -> dict[str, torch.dtype]:
 def _search(
     pool_class: type[HostPool], name: str, variants: dict[str, str], dtypes: dict[str, torch.dtype]
 ) -> Sample:
-    """The first sizes, in order of preference, that the pool takes and that are what `name` says."""
-    spec = pool_class.spec
-    fits: Callable[[Mapping[str, int]], bool] = _wide(spec, dtypes) if name == "wide" else _not_empty(spec)
-    refusal = "none was tried"
-    layers = {ids: LAYERS if name == "odd" else LAYERS[:2] for ids in ("layers", *spec.layer_lists)}
+    """The first sizes, in order of preference, that the pool takes and that are what `name` says.
+
+    A pool that has no such sizes (every row of it is even, or none can be a multiple of 16 bytes) gets the
+    first ones that it takes at all.
+    """
+    spec, layers = pool_class.spec, LAYERS if name == "odd" else LAYERS[:2]
+    listed = {ids: layers for ids in ("layers", *spec.layer_lists)}
+    refusal, spare = "none was tried", None
     for params, page_size in itertools.islice(_candidates(pool_class, name), MOST_TRIES):
+        itemsizes = {group: dtype.itemsize for group, dtype in dtypes.items()}
+        counts = {ids: len(layers) for ids in listed}
         try:
-            sizes = bind_sizes(
-                spec,
-                params,
-                {group: dtype.itemsize for group, dtype in dtypes.items()},
-                {ids: len(listed) for ids, listed in layers.items()},
-                page_size,
-                variants,
-            )
+            sizes = bind_sizes(spec, params, itemsizes, counts, page_size, variants)
         except ValueError as error:
             refusal = str(error)
             continue
-        if fits(sizes):
-            return Sample(name, params, dtypes, layers, page_size, variants)
-    if name == "wide":  # no row of this pool can be a multiple of 16 bytes
-        return _search(pool_class, "odd", variants, dtypes)
-    raise ValueError(f"{spec.name}: found no sizes that the pool takes; the last refusal: {refusal}")
+        rows = [row for row in _rows(spec, sizes, dtypes) if math.prod(row)]
+        if not rows:
+            continue
+        found = Sample(name, params, dtypes, listed, page_size, variants)
+        ends = [row[-2:] for row in rows if len(row) > 1]
+        if all(end[0] % 2 if name == "odd" else math.prod(end) % 16 == 0 for end in ends):
+            return found
+        spare = spare or found
+    if spare is None:
+        raise ValueError(f"{spec.name}: found no sizes that the pool takes; the last refusal: {refusal}")
+    return spare
 
 
 def _candidates(
     pool_class: type[HostPool], name: str
 ) -> Iterator[tuple[dict[str, int | tuple[int, ...]], int]]:
+    """Parameters and page sizes to try; those with every zero that is allowed come first for wide ones."""
     given = [param for param in pool_class.spec.params if param.equals is None]
     values = [list(_values(param, at, name)) for at, param in enumerate(given)]
+    zeros = [each[:1] if each[0] == 0 else each for each in values]
     pages: Sequence[int] = (1,)
     if takes_page_size(pool_class):
         pages = ODD_PAGES if name == "odd" else WIDE_PAGES
-    for page_size in pages:
-        for chosen in itertools.product(*values):
+    for tried in (zeros, values) if name == "wide" else (values,):
+        for page_size, chosen in itertools.product(pages, itertools.product(*tried)):
             yield {param.name: value for param, value in zip(given, chosen, strict=True)}, page_size
 
 
@@ -156,24 +162,3 @@ def _rows(spec: PoolSpec, sizes: Mapping[str, int], dtypes: Mapping[str, torch.d
             extents = [sizes[f"extent_{component.ident}_{dim}"] for dim in component.dims]
             dtype = dtypes[component.group] if component.group else dtype_named(str(component.dtype))
             yield [*extents, dtype.itemsize]
-
-
-def _not_empty(spec: PoolSpec) -> Callable[[Mapping[str, int]], bool]:
-    def fits(sizes: Mapping[str, int]) -> bool:
-        return any(
-            all(sizes[f"extent_{c.ident}_{dim}"] for dim in c.dims)
-            for c in spec.components
-            if c.present is None or sizes[c.present]
-        )
-
-    return fits
-
-
-def _wide(spec: PoolSpec, dtypes: Mapping[str, torch.dtype]) -> Callable[[Mapping[str, int]], bool]:
-    """Every row there is a multiple of 16 bytes along its last axis, and at least one is there."""
-
-    def fits(sizes: Mapping[str, int]) -> bool:
-        rows = [row for row in _rows(spec, sizes, dtypes) if math.prod(row)]
-        return bool(rows) and all(math.prod(row[-2:]) % 16 == 0 for row in rows)
-
-    return fits

@@ -227,13 +227,13 @@ def device_per_layer(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
     layers = sizes["layers"]
     page_size = sizes["page_size"]
     return (
-        DevicePart("k", base=0, table=layers, axes=(
+        DevicePart("k", table=layers, axes=(
             ("page", None, itemsize_kv * extent_k_dim * extent_k_head * page_size),
             ("token", page_size, itemsize_kv * extent_k_dim * extent_k_head),
             ("head", extent_k_head, itemsize_kv * extent_k_dim),
             ("dim", extent_k_dim, itemsize_kv),
         )),
-        DevicePart("v", base=0, table=layers, axes=(
+        DevicePart("v", table=layers, axes=(
             ("page", None, itemsize_kv * extent_v_dim * extent_v_head * page_size),
             ("token", page_size, itemsize_kv * extent_v_dim * extent_v_head),
             ("head", extent_v_head, itemsize_kv * extent_v_dim),
@@ -252,13 +252,13 @@ def device_head_major(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
     layers = sizes["layers"]
     page_size = sizes["page_size"]
     return (
-        DevicePart("k", base=0, table=layers, axes=(
+        DevicePart("k", table=layers, axes=(
             ("page", None, itemsize_kv * extent_k_dim * page_size * extent_k_head),
             ("head", extent_k_head, itemsize_kv * extent_k_dim * page_size),
             ("token", page_size, itemsize_kv * extent_k_dim),
             ("dim", extent_k_dim, itemsize_kv),
         )),
-        DevicePart("v", base=0, table=layers, axes=(
+        DevicePart("v", table=layers, axes=(
             ("page", None, itemsize_kv * extent_v_dim * page_size * extent_v_head),
             ("head", extent_v_head, itemsize_kv * extent_v_dim * page_size),
             ("token", page_size, itemsize_kv * extent_v_dim),

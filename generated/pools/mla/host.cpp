@@ -156,12 +156,7 @@ PW_EXPORT void lanes_load_layer_pages_few(u32 grid, u32 block, void** params) {
   const u32 count = *(const u32*)params[2];
   const pw::List<256>& layers = *(const pw::List<256>*)params[3];
   u32* const done = *(u32**)params[4];
-  for (u32 n = 0; n < layers.count; ++n) {
-    const u32 layer = layers.at[n];
-    const auto body = [&] { move_layer_pages<pw::Load>(view, ids.pages(), count, layer); };
-    pw::each_lane(grid, block, body);
-    if (done != nullptr) done[n] += grid;
-  }
+  pw::each_lane(grid, block, [&] { load_layer_pages_few(view, ids, count, layers, done); });
 }
 
 PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
@@ -170,12 +165,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   const u32 count = *(const u32*)params[2];
   const pw::List<256>& layers = *(const pw::List<256>*)params[3];
   u32* const done = *(u32**)params[4];
-  for (u32 n = 0; n < layers.count; ++n) {
-    const u32 layer = layers.at[n];
-    const auto body = [&] { move_layer_pages<pw::Load>(view, ids.pages(), count, layer); };
-    pw::each_lane(grid, block, body);
-    if (done != nullptr) done[n] += grid;
-  }
+  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, count, layers, done); });
 }
 
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
@@ -184,12 +174,7 @@ PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   const u32 count = *(const u32*)params[2];
   const pw::List<256>& layers = *(const pw::List<256>*)params[3];
   u32* const done = *(u32**)params[4];
-  for (u32 n = 0; n < layers.count; ++n) {
-    const u32 layer = layers.at[n];
-    const auto body = [&] { move_layer_tokens<pw::Load>(view, ids, count, layer); };
-    pw::each_lane(grid, block, body);
-    if (done != nullptr) done[n] += grid;
-  }
+  pw::each_lane(grid, block, [&] { load_layer_tokens(view, ids, count, layers, done); });
 }
 
 #endif  // PW_LANES
@@ -205,22 +190,21 @@ inline void describe_program(i64 pages, i64* out) {
   out[4] = host_kv_page;
   out[5] = host_kv_token;
   out[6] = host_kv_latent;
-  out[7] = device_kv_base;
-  out[8] = device_kv_page;
-  out[9] = device_kv_token;
-  out[10] = device_kv_latent;
-  out[11] = atom_kv_pages;
-  out[12] = runs_kv_pages;
-  out[13] = vector_kv_pages;
-  out[14] = atom_kv_tokens;
-  out[15] = runs_kv_tokens;
-  out[16] = vector_kv_tokens;
-  out[17] = atom_kv_layer_pages;
-  out[18] = runs_kv_layer_pages;
-  out[19] = vector_kv_layer_pages;
-  out[20] = atom_kv_layer_tokens;
-  out[21] = runs_kv_layer_tokens;
-  out[22] = vector_kv_layer_tokens;
+  out[7] = device_kv_page;
+  out[8] = device_kv_token;
+  out[9] = device_kv_latent;
+  out[10] = atom_kv_pages;
+  out[11] = runs_kv_pages;
+  out[12] = vector_kv_pages;
+  out[13] = atom_kv_tokens;
+  out[14] = runs_kv_tokens;
+  out[15] = vector_kv_tokens;
+  out[16] = atom_kv_layer_pages;
+  out[17] = runs_kv_layer_pages;
+  out[18] = vector_kv_layer_pages;
+  out[19] = atom_kv_layer_tokens;
+  out[20] = runs_kv_layer_tokens;
+  out[21] = vector_kv_layer_tokens;
 }
 
 }  // namespace mla::per_layer_layer_first
@@ -236,22 +220,21 @@ inline void describe_program(i64 pages, i64* out) {
   out[4] = host_kv_token;
   out[5] = host_kv_layer;
   out[6] = host_kv_latent;
-  out[7] = device_kv_base;
-  out[8] = device_kv_page;
-  out[9] = device_kv_token;
-  out[10] = device_kv_latent;
-  out[11] = atom_kv_pages;
-  out[12] = runs_kv_pages;
-  out[13] = vector_kv_pages;
-  out[14] = atom_kv_tokens;
-  out[15] = runs_kv_tokens;
-  out[16] = vector_kv_tokens;
-  out[17] = atom_kv_layer_pages;
-  out[18] = runs_kv_layer_pages;
-  out[19] = vector_kv_layer_pages;
-  out[20] = atom_kv_layer_tokens;
-  out[21] = runs_kv_layer_tokens;
-  out[22] = vector_kv_layer_tokens;
+  out[7] = device_kv_page;
+  out[8] = device_kv_token;
+  out[9] = device_kv_latent;
+  out[10] = atom_kv_pages;
+  out[11] = runs_kv_pages;
+  out[12] = vector_kv_pages;
+  out[13] = atom_kv_tokens;
+  out[14] = runs_kv_tokens;
+  out[15] = vector_kv_tokens;
+  out[16] = atom_kv_layer_pages;
+  out[17] = runs_kv_layer_pages;
+  out[18] = vector_kv_layer_pages;
+  out[19] = atom_kv_layer_tokens;
+  out[20] = runs_kv_layer_tokens;
+  out[21] = vector_kv_layer_tokens;
 }
 
 }  // namespace mla::per_layer_page_first
@@ -267,22 +250,21 @@ inline void describe_program(i64 pages, i64* out) {
   out[4] = host_kv_layer;
   out[5] = host_kv_token;
   out[6] = host_kv_latent;
-  out[7] = device_kv_base;
-  out[8] = device_kv_page;
-  out[9] = device_kv_token;
-  out[10] = device_kv_latent;
-  out[11] = atom_kv_pages;
-  out[12] = runs_kv_pages;
-  out[13] = vector_kv_pages;
-  out[14] = atom_kv_tokens;
-  out[15] = runs_kv_tokens;
-  out[16] = vector_kv_tokens;
-  out[17] = atom_kv_layer_pages;
-  out[18] = runs_kv_layer_pages;
-  out[19] = vector_kv_layer_pages;
-  out[20] = atom_kv_layer_tokens;
-  out[21] = runs_kv_layer_tokens;
-  out[22] = vector_kv_layer_tokens;
+  out[7] = device_kv_page;
+  out[8] = device_kv_token;
+  out[9] = device_kv_latent;
+  out[10] = atom_kv_pages;
+  out[11] = runs_kv_pages;
+  out[12] = vector_kv_pages;
+  out[13] = atom_kv_tokens;
+  out[14] = runs_kv_tokens;
+  out[15] = vector_kv_tokens;
+  out[16] = atom_kv_layer_pages;
+  out[17] = runs_kv_layer_pages;
+  out[18] = vector_kv_layer_pages;
+  out[19] = atom_kv_layer_tokens;
+  out[20] = runs_kv_layer_tokens;
+  out[21] = vector_kv_layer_tokens;
 }
 
 }  // namespace mla::per_layer_page_first_direct
@@ -298,22 +280,21 @@ inline void describe_program(i64 pages, i64* out) {
   out[4] = host_kv_token;
   out[5] = host_kv_layer;
   out[6] = host_kv_latent;
-  out[7] = device_kv_base;
-  out[8] = device_kv_page;
-  out[9] = device_kv_token;
-  out[10] = device_kv_latent;
-  out[11] = atom_kv_pages;
-  out[12] = runs_kv_pages;
-  out[13] = vector_kv_pages;
-  out[14] = atom_kv_tokens;
-  out[15] = runs_kv_tokens;
-  out[16] = vector_kv_tokens;
-  out[17] = atom_kv_layer_pages;
-  out[18] = runs_kv_layer_pages;
-  out[19] = vector_kv_layer_pages;
-  out[20] = atom_kv_layer_tokens;
-  out[21] = runs_kv_layer_tokens;
-  out[22] = vector_kv_layer_tokens;
+  out[7] = device_kv_page;
+  out[8] = device_kv_token;
+  out[9] = device_kv_latent;
+  out[10] = atom_kv_pages;
+  out[11] = runs_kv_pages;
+  out[12] = vector_kv_pages;
+  out[13] = atom_kv_tokens;
+  out[14] = runs_kv_tokens;
+  out[15] = vector_kv_tokens;
+  out[16] = atom_kv_layer_pages;
+  out[17] = runs_kv_layer_pages;
+  out[18] = vector_kv_layer_pages;
+  out[19] = atom_kv_layer_tokens;
+  out[20] = runs_kv_layer_tokens;
+  out[21] = vector_kv_layer_tokens;
 }
 
 }  // namespace mla::per_layer_page_record

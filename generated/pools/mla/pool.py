@@ -134,7 +134,7 @@ def device_per_layer(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
     layers = sizes["layers"]
     page_size = sizes["page_size"]
     return (
-        DevicePart("kv", base=0, table=layers, axes=(
+        DevicePart("kv", table=layers, axes=(
             ("page", None, itemsize_kv * extent_kv_latent * page_size),
             ("token", page_size, itemsize_kv * extent_kv_latent),
             ("latent", extent_kv_latent, itemsize_kv),

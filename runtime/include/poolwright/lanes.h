@@ -1,7 +1,6 @@
 // Lets a kernels.cu compile as C++: every block and thread runs, one after the other.
 //
-// Included in front of the kernels by a generated host.cpp. `pw::each_lane` plays a launch; a kernel that
-// counts its progress is played phase by phase by its generated entry.
+// Included in front of the kernels by a generated host.cpp. `pw::each_lane` plays a launch.
 #pragma once
 
 #include <cstring>
@@ -19,8 +18,9 @@ namespace pw {
 struct Lane {
   u32 index;
   u32 count;
+  u32 block;
 };
-static thread_local Lane current_lane = {0, 1};
+static thread_local Lane current_lane = {0, 1, 1};
 
 PW_FN u32 lane() { return current_lane.index; }
 PW_FN u32 lanes() { return current_lane.count; }
@@ -32,13 +32,16 @@ template <typename T> PW_FN T fetch(const char* at) {
 }
 template <typename T> PW_FN void store(char* at, const T& v) { memcpy(at, &v, sizeof(T)); }
 
-// Progress is counted by the entry that plays the launch, after all lanes of a phase.
-PW_FN void arrive(u32*, u32) {}
+// Lanes run one after the other: a block is done with step `n` when its last lane is.
+PW_FN void arrive(u32* done, u32 n) {
+  if (done != nullptr && current_lane.index % current_lane.block == current_lane.block - 1) done[n] += 1;
+}
 
 template <typename Body> static inline void each_lane(u32 grid, u32 block, Body body) {
   current_lane.count = grid * block;
+  current_lane.block = block;
   for (current_lane.index = 0; current_lane.index < current_lane.count; ++current_lane.index) body();
-  current_lane = {0, 1};
+  current_lane = {0, 1, 1};
 }
 
 }  // namespace pw
