@@ -96,9 +96,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def atoms(total: int, repeats: int, threads: int) -> None:
     print(f"\n`atoms` against memcpy, {total >> 20} MiB, {threads} threads\n")
-    print(
-        "| pool | atom B | page | write-back GB/s | load GB/s | memcpy GB/s | write-back % | load % | goal % |"
-    )
+    print("| pool | atom B | page | write-back | load | memcpy GB/s | write-back % | load % | goal % |")
     print("|---|---|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         speeds = measure(shape, total, repeats, threads)

@@ -204,7 +204,7 @@ def _spec(lowered: Lowered) -> list[str]:
     lines += ["),", "forms={"]
     for f in pool.forms:
         extra = f", any_stride={_strings(f.any_stride)}" if f.any_stride else ""
-        extra += f", base={py(f.base)}" if f.base is not None else ""
+        extra += f", base={_lambda(f.base)}" if f.base is not None else ""
         lines.append(
             f'    "{f.name}": Form({_strings(f.tensors)}, {_strings(f.order)}, device_{f.name}{extra}),'
         )
@@ -261,6 +261,12 @@ def _rest(pool: Pool) -> list[str]:
     return lines
 
 
+def _lambda(value: Expr) -> str:
+    """Names of sizes and a function of them."""
+    names = [name_of(name) for name in sorted(expr.symbols(value))]
+    return f"({_strings(names)}, lambda {', '.join(names)}: {py(value)})".replace("lambda :", "lambda:")
+
+
 def _param(param: Any) -> str:
     parts = [f'"{param.name}"']
     parts += [f"min={param.min}"] if param.min is not None else []
@@ -268,11 +274,7 @@ def _param(param: Any) -> str:
     parts += [f"one_of=({', '.join(map(str, param.one_of))},)"] if param.one_of else []
     parts += [f"length={param.length}"] if param.length is not None else []
     if param.equals is not None:
-        names = sorted(expr.symbols(param.equals))
-        parts.append(
-            f"equals=({_strings(map(name_of, names))}, "
-            f"lambda {', '.join(map(name_of, names))}: {py(param.equals)})"
-        )
+        parts.append(f"equals={_lambda(param.equals)}")
     return f"Param({', '.join(parts)})"
 
 

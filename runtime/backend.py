@@ -138,7 +138,7 @@ class Backend:
                 part,
                 rows,
                 self.program.dtype(pool.dtypes, part.ident),
-                form.base,
+                form.first_row(self.program.sizes),
             )
         table: list[int] = []
         strides: list[int] = []

@@ -147,6 +147,8 @@ def bind_part(
 ) -> Bound:
     """Check and bind the tensors of one component (one for each entry of its table)."""
     expected = Expected(name, part.axes, dtype)
+    if first_row:
+        tensors = [_from_row(pool, expected, tensor, first_row) for tensor in tensors]
     found = [match(pool, expected, tensor) for tensor in tensors]
     pages = min((count for count, _ in found), default=0)
     steps = found[0][1] if found else {axis: 0 for axis, _, _ in part.axes}
@@ -157,25 +159,33 @@ def bind_part(
                     f"{pool}: {name}: stride of {axis}: tensor {at} has {other[axis]} bytes, tensor 0 "
                     f"{steps[axis]}; all layers need one stride"
                 )
-    row = steps.get("token") or steps.get("page") or 0
-    skip = first_row * row
-    pages -= -(-first_row // next((e for a, e, _ in part.axes if a == "token" and e), 1))
-    views = tuple(_as_axes(t, part, max(pages, 0), steps, skip) for t in tensors)
     return Bound(
-        addresses=tuple(t.data_ptr() + skip for t in tensors),
+        addresses=tuple(t.data_ptr() for t in tensors),
         strides=tuple(steps[axis] for axis, _, packed in part.axes if packed is None),
-        pages=max(pages, 0),
-        views=views,
+        pages=pages,
+        views=tuple(_as_axes(t, part, pages, steps) for t in tensors),
     )
 
 
-def _as_axes(
-    tensor: torch.Tensor, part: DevicePart, pages: int, steps: Mapping[str, int], skip: int
-) -> torch.Tensor:
+def _from_row(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int) -> torch.Tensor:
+    """The tensor without the rows in front of page 0: rows of the dimension that holds its pages."""
+    _, steps = match(pool, expected, tensor)
+    size = tensor.element_size()
+    merged = steps.get("token", 0) // size  # a dimension of tokens holds the pages when it steps by them
+    wanted = [merged, steps["page"] // size]
+    at = next((d for w in wanted for d, s in enumerate(tensor.stride()) if s == w and tensor.shape[d] > 1), 0)
+    whole = next((extent for axis, extent, _ in expected.axes if axis == "token" and extent), 1)
+    if tensor.stride(at) == merged and tensor.shape[at] > whole:
+        return tensor.narrow(at, first_row, tensor.shape[at] - first_row)
+    at = next((d for d, s in enumerate(tensor.stride()) if s == steps["page"] // size), at)
+    return tensor.narrow(at, first_row, tensor.shape[at] - first_row)
+
+
+def _as_axes(tensor: torch.Tensor, part: DevicePart, pages: int, steps: Mapping[str, int]) -> torch.Tensor:
     """The tensor's bytes seen with exactly the axes of the part, and the bytes of one item last."""
     size = tensor.element_size()
     shape = [pages if extent is None else extent for _, extent, _ in part.axes]
     strides = [steps[axis] for axis, _, _ in part.axes]
     seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    offset = tensor.storage_offset() * size + skip
+    offset = tensor.storage_offset() * size
     return seen.set_(tensor.untyped_storage(), offset, [*shape, size], [*strides, 1])

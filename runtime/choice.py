@@ -34,7 +34,7 @@ class Work:
 STAGED_RANGE = 128 << 10
 """From ranges of this size on the copy engine outruns the SMs (docs/benchmarks.md)."""
 
-STAGED_TOTAL = 16 << 20
+STAGED_TOTAL = 24 << 20
 """Below this total a pipeline has no time to fill."""
 
 

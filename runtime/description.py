@@ -74,7 +74,14 @@ class Form:
     order: Order
     numbers: Callable[[Sizes], tuple[DevicePart, ...]]
     any_stride: Order = ()
-    base: int = 0
+    base: tuple[tuple[str, ...], Callable[..., int]] | None = None
+
+    def first_row(self, sizes: Sizes) -> int:
+        """The row of a tensor at which page 0 starts."""
+        if self.base is None:
+            return 0
+        names, value = self.base
+        return value(*(sizes[name] for name in names))
 
 
 @dataclass(frozen=True)

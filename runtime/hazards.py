@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event
+from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.ticket import Ticket
 
@@ -71,11 +72,20 @@ class Hazards:
         return None
 
     def drain(self) -> None:
-        """Block until everything has run; no ticket keeps its pages after that."""
+        """Block until everything has run; no ticket keeps its pages after that.
+
+        Raises PoolError when something failed, after all the rest; the tickets it concerns have failed.
+        """
+        failed: PoolError | None = None
         for running in self._running.values():
             for entry in running:
-                self._driver.synchronize(entry.event)
+                try:
+                    self._driver.synchronize(entry.event)
+                except PoolError as error:
+                    failed = error
             running.clear()
         for ticket in self._tickets:
-            ticket.detach()
+            ticket.detach() if failed is None else ticket.settle()
         self._tickets.clear()
+        if failed is not None:
+            raise failed

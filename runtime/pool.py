@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -112,6 +113,8 @@ class HostPool:
         )
         self._init_write_back_staging_buffers()
         self._transfers.use_ring(self._ring())
+        # Held by the finalizer, both outlive a pool that is dropped with work in flight.
+        self._end = weakref.finalize(self, _end, self._transfers, self._buffer, self._owner)
 
     # ---- sizes
 
@@ -287,14 +290,16 @@ class HostPool:
         return self._backend.report()
 
     def destroy(self) -> None:
-        """Give everything back, after everything in flight. Again: nothing happens."""
+        """Give everything back, after everything in flight. Again: nothing happens.
+
+        Raises PoolError when something in flight failed; everything is given back all the same.
+        """
         if self._destroyed:
             return
-        self._transfers.drain()
         self._destroyed = True
         self._bound, self.staging = None, None
         del self.kv_buffer
-        self._buffer.destroy()
+        self._end()
 
     # ---- names that engines know
 
@@ -408,6 +413,16 @@ class HostPool:
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
+
+
+def _end(transfers: Transfers, buffer: HostBuffer, owner: int) -> None:
+    """What is left to do when a pool goes, destroyed or dropped."""
+    if os.getpid() != owner:
+        return  # in a fork the device is the parent's
+    try:
+        transfers.drain()
+    finally:
+        buffer.destroy()
 
 
 def indices_align(nbytes: int) -> int:

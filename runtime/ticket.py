@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event, Stream
@@ -140,6 +141,11 @@ class Ticket:
     def detach(self) -> None:
         """Give up the ticket: its pages count as known, later work on them is still ordered behind it."""
         self._acknowledged = True
+
+    def settle(self) -> None:
+        """As `wait`; a failure is kept for whoever asks."""
+        with suppress(TransferError):
+            self.wait()
 
     def _broken(self, error: PoolError) -> None:
         """An error of the device fails the ticket for good: none of its pages may be used."""

@@ -340,6 +340,8 @@ def test_a_counter_that_never_comes_fails_who_waits_for_it() -> None:
         ticket.wait_layer(2)
     with pytest.raises(PoolError, match="was made to fail"):
         ticket.done()
+    with pytest.raises(PoolError, match="was made to fail"):
+        made.pool.destroy()
 
 
 def test_another_thread_needs_the_guard(driver: SimulatedDriver) -> None:

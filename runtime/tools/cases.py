@@ -235,7 +235,7 @@ class Bench:
     def _layered(self, paths: Sequence[str]) -> Iterator[Case]:
         ids = self.pool.layers
         for path in paths:
-            for count, layer in zip(itertools.cycle((129, 1, 64)), ids, strict=False):
+            for layer, count in itertools.product(ids[::-1], (129, 1)):
                 yield Case("load", path, "page", *self._ids(count), layers=(layer,))
             yield Case("load", path, "token", *self._ids(65), layers=tuple(reversed(ids)))
             yield Case("load", path, "page", *self._ids(129), order="layer")

@@ -286,7 +286,7 @@ def device(
     found: list[Bytes] = []
     groups = [[part] for part in placed] if set(MARKERS) & set(chosen.tensors) else [placed]
     for group in groups:
-        made = _group(builder, spec, chosen, group, pages, layer_ids)
+        made = _group(builder, spec, chosen, chosen.first_row(sizes), group, pages, layer_ids)
         name = group[0].name if set(MARKERS) & set(chosen.tensors) else spec.name
         tensors[name] = made
         found += _logical(group, made, pages, listed, layer_ids, layers)
@@ -315,7 +315,13 @@ class _Arena:
 
 
 def _group(
-    arena: _Arena, spec: PoolSpec, form: Form, group: Sequence[Part], pages: int, layer_ids: Sequence[int]
+    arena: _Arena,
+    spec: PoolSpec,
+    form: Form,
+    base: int,
+    group: Sequence[Part],
+    pages: int,
+    layer_ids: Sequence[int],
 ) -> list[_Tensor]:
     """The tensors of one component (or of all, where one tensor holds them side by side)."""
     part = group[0]
@@ -332,14 +338,14 @@ def _group(
     for axis in reversed(order):
         step += 32 * (axis in form.any_stride)
         axes.insert(0, (axis, extents[axis], step))
-        step *= extents[axis] + (form.base if axis == "page" and not merged else 0)
+        step *= extents[axis] + (base if axis == "page" and not merged else 0)
     row = next((s for name, _, s in axes if name == "token"), 0) if merged else 0
-    nbytes = step + row * (spare + form.base)
+    nbytes = step + row * (spare + base)
     count = len(layer_ids) if "layer" in form.tensors and "layer" in extents else 1
     made = []
     for _ in range(count):
         start = arena.take(nbytes)
-        made.append(_Tensor(part, start, start + nbytes, tuple(axes), form.base, spare))
+        made.append(_Tensor(part, start, start + nbytes, tuple(axes), base, spare))
     return made
 
 

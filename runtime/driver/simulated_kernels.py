@@ -1,0 +1,212 @@
+"""Kernels of the simulator: the twin's `lanes`, played on copied parameters, every byte accounted for.
+
+In: a sized program and its compiled lanes. Out: operations whose steps are phases of a launch. Which bytes
+a launch touches is computed from the same description of both sides that its constants come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+from poolwright.runtime.driver import Parameters, Stream
+from poolwright.runtime.program import SizedProgram
+
+if TYPE_CHECKING:
+    from poolwright.runtime.driver.simulated import SimulatedDriver, Touch
+
+SKIPPED = 0xFFFFFFFF
+
+Axes = Sequence[tuple[str, int, int]]
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One component on one side: runs of bytes behind an id's first byte, bytes a page and a token step."""
+
+    table: int  # position in the table of tensors; -1: the host
+    runs: Runs
+    page: int
+    token: int
+
+    def at(self, base: int, page: int, token: int) -> Iterator[tuple[int, int]]:
+        first = base + page * self.page + token * self.token
+        for offset, nbytes in self.runs:
+            yield first + offset, nbytes
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch as its parameters say it, read when it runs."""
+
+    loads: bool
+    tokens: bool
+    view: Sequence[int]
+    ids: Sequence[tuple[int, int]]  # (host, device), pages or tokens
+
+
+class SimulatedKernels:
+    """Kernels of one program. `build` gives its compiled lanes and is asked when the first one runs."""
+
+    grid: ClassVar[Mapping[str, int]] = {"write_back": 2, "load": 2, "gather": 2, "scatter": 2}
+    block = 4
+
+    def __init__(
+        self, driver: SimulatedDriver, program: SizedProgram, build: Callable[[], ctypes.CDLL]
+    ) -> None:
+        self._driver, self._program, self._build = driver, program, build
+        self._sides: dict[tuple[object, ...], list[Side]] = {}
+
+    @cached_property
+    def _library(self) -> ctypes.CDLL:
+        return self._build()
+
+    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
+        return lambda stream: self.launch(name, self.grid[purpose], params, stream)
+
+    def launch(self, name: str, grid: int, params: Parameters, stream: Stream) -> None:
+        """Queue a launch. A kernel that counts its layers becomes two steps a layer: all blocks but one
+        count without having moved anything, then everything is moved and the last one counts."""
+        blocks = [type(b).from_buffer_copy(b) for b in params.blocks]  # type: ignore[attr-defined]
+        steps: list[Callable[[Touch], None]] = []
+        if "_layer_" not in name:
+            steps.append(lambda touch: self._play(touch, name, grid, blocks, None))
+            self._driver.enqueue("launch", name, stream, steps)
+            return
+        layers = list(blocks[3])[1 : 1 + next(iter(blocks[3]))]
+        done = int(blocks[4].value)
+        for position, layer in enumerate(layers):
+            phase = [*blocks[:3], type(blocks[3])(1, layer), ctypes.c_uint64(0)]
+            counter = done + 4 * position if done else 0
+            steps += self._phases(name, grid, phase, layer, counter)
+        counters = [done + 4 * n for n in range(len(layers))] if done else []
+        self._driver.enqueue("launch", name, stream, steps, counters=counters)
+
+    def _phases(
+        self, name: str, grid: int, blocks: list[ctypes._CData], layer: int, counter: int
+    ) -> list[Callable[[Touch], None]]:
+        def early(touch: Touch) -> None:
+            touch.arrive(counter, grid - 1)
+
+        def move(touch: Touch) -> None:
+            self._play(touch, name, grid, blocks, layer)
+            if counter:
+                touch.arrive(counter, 1)
+
+        return [early, move] if counter else [move]
+
+    def _play(
+        self,
+        touch: Touch,
+        name: str,
+        grid: int,
+        blocks: Sequence[ctypes._CData],
+        layer: int | None,
+    ) -> None:
+        call = self._call(touch, name, blocks)
+        host, device = self._touched(touch, call, layer)
+        for address, nbytes in host if call.loads else device:
+            touch.read(address, nbytes)
+        for address, nbytes in device if call.loads else host:
+            touch.write(address, nbytes)
+        function = getattr(self._library, f"lanes_{name}")
+        function(ctypes.c_uint32(grid), ctypes.c_uint32(self.block), Parameters(*blocks).pointers)
+
+    # ---- what a launch touches
+
+    def _call(self, touch: Touch, name: str, blocks: Sequence[ctypes._CData]) -> Call:
+        count, words = int(blocks[2].value), list(blocks[1])  # type: ignore[attr-defined, call-overload]
+        if name.endswith("_few"):
+            half = len(words) // 2
+            pairs = zip(words[:count], words[half : half + count], strict=True)
+        elif len(words) == 2:
+            pairs = zip(*(touch.numbers(address, count) for address in words), strict=True)
+        else:
+            pairs = zip(*self._tokens(touch, words, count), strict=True)
+        ids = [pair for pair in pairs if pair[1] != SKIPPED]
+        return Call(name.startswith("load"), "_tokens" in name, list(blocks[0]), ids)  # type: ignore[call-overload]
+
+    def _tokens(self, touch: Touch, words: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+        host, device, memory, step, wide = words
+        if not memory:
+            return touch.numbers(host, count), touch.numbers(device, count)
+        size = self._program.sizes["page_size"]
+        pages = touch.numbers(host, count // size)
+        width = 8 if wide else 4
+        ids = [touch.numbers(memory + n * step * width, 1, width)[0] for n in range(count)]
+        return [page * size + n for page in pages for n in range(size)], [n & SKIPPED for n in ids]
+
+    def _touched(self, touch: Touch, call: Call, layer: int | None) -> tuple[Runs, Runs]:
+        """Merged runs of bytes on the host (or in a slot of staging memory) and on the device."""
+        table, host_base, pages, *strides = (value & (1 << 64) - 1 for value in call.view)
+        sides = self._described(call.tokens, layer, pages, tuple(strides))
+        size = self._program.sizes["page_size"]
+        addresses = {s.table: touch.numbers(table + 8 * s.table, 1, 8)[0] for s in sides if s.table >= 0}
+        addresses[-1] = host_base
+        found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        for pair in call.ids:
+            at = [divmod(i, size) if call.tokens else (i, 0) for i in pair]
+            for side in sides:
+                here = side.table >= 0
+                found[here].extend(side.at(addresses[side.table], *at[here]))
+        return merged(found[0]), merged(found[1])
+
+    def _described(
+        self, tokens: bool, layer: int | None, pages: int, strides: tuple[int, ...]
+    ) -> Sequence[Side]:
+        key = (tokens, layer, pages, strides)
+        if key not in self._sides:
+            self._sides[key] = list(self._describe(tokens, layer, pages, strides))
+        return self._sides[key]
+
+    def _describe(
+        self, tokens: bool, layer: int | None, pages: int, strides: tuple[int, ...]
+    ) -> Iterator[Side]:
+        program, free, first = self._program, iter(strides), 0
+        layout = program.host(pages)
+        for part in program.device:
+            axes = [(n, e or 0, next(free) if s is None else s) for n, e, s in part.axes]
+            entry, first = first, first + (1 if part.table is None else part.table)
+            host = layout.part(part.ident)
+            named = "layer" in {name for name, _, _ in host.axes}
+            if not program.present(part.ident) or (layer is not None and not named and layer != 0):
+                continue
+            width = program.itemsize(part.ident)
+            yield _side(-1, host.base, host.axes, width, tokens, layer)
+            if part.table is None:
+                yield _side(entry, 0, axes, width, tokens, layer)
+                continue
+            for each in range(part.table) if layer is None else [layer]:
+                yield _side(entry + each, 0, axes, width, tokens, layer)
+
+
+def _side(table: int, base: int, axes: Axes, width: int, tokens: bool, layer: int | None) -> Side:
+    steps = {name: step for name, _, step in axes}
+    fixed = {"page"} | ({"token"} if tokens else set()) | (set() if layer is None else {"layer"})
+    first = base + (steps.get("layer", 0) * layer if layer is not None else 0)
+    left = [(extent, step) for name, extent, step in axes if name not in fixed]
+    return Side(table, _runs(first, left, width), steps["page"], steps.get("token", 0))
+
+
+def _runs(first: int, axes: Sequence[tuple[int, int]], width: int) -> Runs:
+    """All bytes of these axes as runs."""
+    starts = [first]
+    for extent, step in axes:
+        starts = [start + i * step for start in starts for i in range(extent)]
+    return merged([(start, width) for start in starts]) if math.prod(e for e, _ in axes) else ()
+
+
+def merged(runs: Sequence[tuple[int, int]]) -> Runs:
+    """Runs of bytes in order; neighbours become one."""
+    if not runs:
+        return ()
+    ordered = sorted(set(runs))
+    cuts = [i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if a[0] + a[1] != b[0]]
+    groups = pairwise([0, *cuts, len(ordered)])
+    return tuple((ordered[i][0], ordered[j - 1][0] + ordered[j - 1][1] - ordered[i][0]) for i, j in groups)

@@ -1,0 +1,523 @@
+"""Short lives of a pool, one for each kind of race that transfers are known for.
+
+Each takes `choose`, which decides what the simulated device does first, and raises when a byte, an order or
+a refusal is wrong. The tests run them; the fence mutations must be caught by them.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from simulation import CONFIGS, World, world
+
+from poolwright.runtime.errors import PoolError, TransferError
+
+Choose = Callable[[int], int]
+Scenario = Callable[[Choose], None]
+
+MLA, MHA, LAYER_FIRST = CONFIGS[0], CONFIGS[3], CONFIGS[4]
+
+
+def submit(
+    made: World, stores: bool, host: list[int], device: list[int], path: str = "zero_copy", **how: object
+) -> object:
+    """Move whole pages, in the pool and in the model; returns the ticket."""
+    call = made.pool.write_back if stores else made.pool.load
+    ticket = call(torch.tensor(host), torch.tensor(device), "page", path=path, **how)
+    rows, others = made.tokens(host), made.tokens(device)
+    if stores:
+        made.stored(rows, others)
+    else:
+        wanted = how.get("layers", made.config.layers)
+        made.loaded(rows, others, [made.config.layers.index(layer) for layer in wanted])  # type: ignore[attr-defined]
+    return ticket
+
+
+def store(made: World, host: list[int], device: list[int], path: str = "zero_copy", **how: object):
+    return submit(made, True, host, device, path, **how)
+
+
+def load(made: World, host: list[int], device: list[int], path: str = "zero_copy", **how: object):
+    return submit(made, False, host, device, path, **how)
+
+
+def produce(made: World, *pages: int) -> None:
+    made.produce(made.driver.caller, made.tokens(pages))
+
+
+def read(made: World, *pages: int) -> None:
+    made.read(made.driver.caller, made.tokens(pages))
+
+
+def finish(made: World, *tickets: object) -> None:
+    """Wait for everything, compare both sides, give the pool back."""
+    for ticket in tickets:
+        ticket.wait()  # type: ignore[attr-defined]
+    made.pool.clear()
+    made.compare_host(range(5))
+    made.settle()
+    made.check()
+    made.pool.destroy()
+
+
+def poll(made: World, ticket: object) -> None:
+    """Ask until it is done."""
+    for _ in range(1000):
+        if ticket.done():  # type: ignore[attr-defined]
+            return
+        made.driver.run(1)
+    raise AssertionError("a ticket is never done")
+
+
+# ---- lifetimes
+
+
+def references_dropped(choose: Choose) -> None:
+    """F003, F072: nothing that the caller drops after a submission is missed."""
+    made = world(MLA, choose)
+    tokens = [3, 0, 2, 1]
+    made.pool.write_back(torch.tensor(tokens), torch.tensor([9, 4, 6, 1]), path="zero_copy")
+    made.stored(tokens, [9, 4, 6, 1])
+    ids = made.device_ids([8, 9], made.driver.caller)
+    made.pool.write_back(torch.tensor([4, 5]), ids, path="staged")
+    made.stored([4, 5], [8, 9])
+    del ids
+    made.pool.load(torch.tensor(tokens), torch.tensor([0, 2, 3, 5]), layers=[2, 0])
+    made.loaded(tokens, [0, 2, 3, 5], [2, 0])
+    gc.collect(0)
+    finish(made)
+
+
+def tensors_replaced(choose: Choose) -> None:
+    """F072: device tensors that are bound no longer are held until the last transfer of them has run."""
+    made = world(MLA, choose)
+    store(made, [0, 1], [2, 3])
+    store(made, [2, 3, 4], [4, 5, 6], "staged")
+    for drain in (True, True, False, False):
+        load(made, [3, 4], [6, 7], "staged")
+        load(made, [0, 1], [4, 5], order="layer")
+        made.bind(drain)
+    load(made, [4, 0, 1], [0, 1, 2], "staged")
+    finish(made)
+
+
+def pool_destroyed(choose: Choose) -> None:
+    """Destroying a pool waits for everything in flight; a second time nothing happens."""
+    made = world(MHA, choose)
+    store(made, [0, 1, 2], [2, 3, 4], "staged")
+    load(made, [0, 1, 2], [5, 6, 7], order="layer")
+    made.tensors.clear()
+    made.pool.destroy()
+    made.pool.destroy()
+    made.driver.run()
+    with pytest.raises(PoolError, match="destroyed"):
+        made.pool.alloc(2)
+
+
+def pool_dropped(choose: Choose) -> None:
+    """A pool that is dropped with work in flight gives its memory back after that."""
+    made = world(MHA, choose)
+    tickets = [store(made, [0, 1, 2], [2, 3, 4], "staged"), load(made, [0, 1], [5, 6], order="layer")]
+    made.tensors.clear()
+    del made.pool
+    gc.collect()
+    made.driver.run()
+    assert all(ticket.done() for ticket in tickets)
+
+
+def late_layer_wait(choose: Choose) -> None:
+    """A stream may come to its wait for a layer when ticket and pool are gone, and later loads have run."""
+    made = world(MLA, choose)
+    store(made, [0, 1], [0, 1]).wait()
+    late, blocker = made.driver.new_stream("late"), made.driver.new_stream("blocker")
+    for device in ([2, 3], [4, 5]):
+        ticket = load(made, [0, 1], device, order="layer")
+        for _ in range(50):
+            made.driver.compute(blocker, "long work", lambda: None)
+        made.driver.wait(late, made.driver.record(blocker))
+        ticket.wait_layer(1, late)
+        made.read(late, made.tokens(device), [1])
+    kept = made.tensors
+    made.pool.destroy()
+    del ticket, made.pool
+    gc.collect()
+    made.driver.run()
+    made.check()
+    assert kept
+
+
+def bound_at_once(choose: Choose) -> None:
+    """Transfers of both directions come after what a bind has put on the device."""
+    made = world(LAYER_FIRST, choose)
+    made.bind()
+    first = store(made, [0], [1])
+    second = load(made, [0], [2], order="layer")
+    made.bind()
+    finish(made, first, second)
+
+
+# ---- fences of the caller's work
+
+
+def producer(choose: Choose) -> None:
+    """F062: a write-back reads what was queued to be written before it, whichever stream that is."""
+    made = world(MLA, choose)
+    produce(made, 1, 2)
+    tickets = [store(made, [0, 1], [1, 2])]
+    other = made.driver.new_stream("other")
+    made.produce(other, made.tokens([3, 4]))
+    tickets.append(store(made, [2, 3], [3, 4], "staged", producer=other))
+    finish(made, *tickets)
+
+
+def readers(choose: Choose) -> None:
+    """F063, F064: a load comes after the work that still reads or writes its rows."""
+    made = world(MHA, choose)
+    store(made, [0, 1], [0, 1]).wait()
+    read(made, 5, 6)
+    produce(made, 4)
+    tickets = [load(made, [0, 1], [5, 6], "staged")]
+    other = made.driver.new_stream("other")
+    made.read(other, made.tokens([2, 3]))
+    tickets.append(load(made, [0, 1], [2, 3], readers=other))
+    tickets.append(load(made, [0], [4], order="layer"))
+    finish(made, *tickets)
+
+
+def ids_on_device(choose: Choose) -> None:
+    """Ids that the current stream still writes are read after that, though the rows are another stream's."""
+    made = world(MLA, choose)
+    other = made.driver.new_stream("other")
+    for path in ("zero_copy", "staged"):
+        ids = made.device_ids([6, 7, 2, 3], made.driver.caller)
+        made.pool.write_back(torch.arange(4), ids, producer=other, path=path)
+        made.stored([0, 1, 2, 3], [6, 7, 2, 3])
+        ids = made.device_ids([8, 9, 4, 5], made.driver.caller)
+        made.pool.load(torch.arange(4), ids, readers=other, path=path)
+        made.loaded([0, 1, 2, 3], [8, 9, 4, 5], range(3))
+    del ids
+    finish(made)
+
+
+def captured(choose: Choose) -> None:
+    """Rows may be overwritten right after `captured`, in a stream or by the CPU."""
+    made = world(MLA, choose)
+    for path in ("zero_copy", "staged"):
+        ticket = store(made, [0, 1, 2], [1, 2, 3], path)
+        ticket.captured.wait(made.driver.caller)
+        produce(made, 1, 2, 3)
+        ticket = store(made, [3, 4], [1, 2], path)
+        ticket.captured.wait()
+        for at, width in made.rows(made.tokens([1, 2])):
+            made.driver.cpu("overwriting", at, width, writes=True)
+        ticket.wait()
+    finish(made)
+
+
+def waited_in_a_stream(choose: Choose) -> None:
+    """A stream that waits for a ticket sees all of it."""
+    made = world(MHA, choose)
+    store(made, [0, 1], [0, 1])
+    for path in ("zero_copy", "staged"):
+        ticket = load(made, [0, 1], [2, 3], path)
+        ticket.wait(made.driver.caller)
+        read(made, 2, 3)
+        produce(made, 2, 3)
+    ticket = load(made, [1], [7])
+    ticket.wait_all(made.driver.caller)
+    read(made, 7)
+    finish(made)
+
+
+def waited_on_the_cpu(choose: Choose) -> None:
+    """After `wait`, or once `done` has said so, the CPU may use the bytes."""
+    made = world(MLA, choose)
+    store(made, [0, 1, 2], [0, 1, 2], "staged").wait()
+    made.compare_host([0, 1, 2])
+    ticket = store(made, [3, 4], [3, 4], "staged")
+    poll(made, ticket)
+    made.compare_host([3, 4])
+    ticket = load(made, [3, 4], [6, 7], "staged")
+    ticket.wait()
+    made.compare_device({(layer, token) for layer in range(3) for token in made.tokens([6, 7])})
+    finish(made)
+
+
+# ---- order among transfers
+
+
+def store_then_load(choose: Choose) -> None:
+    """F071: a load waits for a write-back of its page, and the other way round."""
+    for one, two in (("zero_copy", "staged"), ("staged", "zero_copy")):
+        made = world(MLA, choose)
+        store(made, [0, 1], [0, 1], one)
+        load(made, [1, 0], [2, 3], two)
+        store(made, [2, 3], [2, 3], one)
+        store(made, [0], [5], two)
+        load(made, [0, 2], [5, 6], one)
+        finish(made)
+
+
+def two_stores(choose: Choose) -> None:
+    """The later of two write-backs to one host page stays, whatever their paths."""
+    for one, two in (("staged", "zero_copy"), ("zero_copy", "staged"), ("staged", "staged")):
+        made = world(LAYER_FIRST, choose)
+        store(made, [0, 1, 2], [0, 1, 2], one)
+        produce(made, 4, 5)
+        store(made, [2, 0], [4, 5], two)
+        finish(made)
+
+
+def ring_reuse(choose: Choose) -> None:
+    """A slot of staging memory is not overwritten before it is empty, in either direction."""
+    made = world(MLA, choose)
+    store(made, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], "staged")
+    made.pool.clear()
+    load(made, [0, 1, 2], [5, 6, 7], "staged")
+    store(made, [3, 4], [0, 1], "staged")
+    load(made, [2, 1, 0], [2, 3, 4], "staged")
+    finish(made)
+
+
+def many_in_flight(choose: Choose) -> None:
+    """However many transfers run, a later one is behind each that touches a page of its own."""
+    made = world(MLA, choose)
+    for page in (0, 1):
+        store(made, [page], [page], "staged")
+    for turn in range(12):
+        store(made, [2 + turn % 3], [2], "staged")
+    load(made, [0], [3])
+    load(made, [1], [1])
+    for turn in range(12):
+        load(made, [4], [4 + turn % 4])
+    store(made, [0], [5], "staged")
+    finish(made)
+
+
+def free_in_flight(choose: Choose) -> None:
+    """F065: a page in flight is given back behind its ticket only, and its next use comes after it."""
+    made = world(MLA, choose)
+    ids = made.pool.alloc(2)
+    ticket = made.pool.write_back(ids, torch.tensor([4, 5]), path="staged")
+    with pytest.raises(ValueError, match="page 0 is in flight"):
+        made.pool.free(ids)
+    made.pool.free(ids, after=ticket)
+    again = made.pool.alloc(10)
+    assert set(ids.tolist()) <= set(again.tolist())
+    made.pool.write_back(again[:2], torch.tensor([8, 9]), path="zero_copy")
+    made.stored(again[:2].tolist(), [8, 9])
+    other = again[2:4]
+    unknown = made.pool.write_back(other, torch.tensor([0, 1]))
+    made.stored(other.tolist(), [0, 1])
+    with pytest.raises(ValueError, match="in flight"):
+        made.pool.free(other, after=ticket)
+    unknown.wait()
+    made.pool.free(other)
+    finish(made)
+
+
+def cleared(choose: Choose) -> None:
+    """`clear` waits for everything: pages and rows are nobody's after it."""
+    made = world(MHA, choose)
+    made.pool.alloc(3 * made.page_size)
+    tickets = [store(made, [0, 1, 2], [0, 1, 2], "staged"), load(made, [1], [5])]
+    made.pool.clear()
+    assert all(ticket.acknowledged for ticket in tickets)
+    assert made.pool.available_size() == 5 * made.page_size
+    made.compare_host([0, 1, 2])
+    for at, width in made.rows(made.tokens([5])):
+        made.driver.cpu("reuse", at, width, writes=True)
+    made.bind()
+    finish(made)
+
+
+# ---- progress of layers
+
+
+def layers_in_turn(choose: Choose) -> None:
+    """F066: a layer is told when it is there, also by the second of two loads and by loads of some layers."""
+    made = world(MLA, choose)
+    store(made, [0, 1], [0, 1])
+    for how in ({"order": "layer"}, {"layers": [2, 0]}, {"order": "layer"}, {"layers": [1]}):
+        ticket = load(made, [0, 1], [4, 5], **how)
+        for layer in how.get("layers", [0, 1, 2]):
+            ticket.wait_layer(layer, made.driver.caller)
+            made.read(made.driver.caller, made.tokens([4, 5]), [layer])
+        produce(made, 0, 1)
+        store(made, [0, 1], [0, 1])
+        ticket.wait(made.driver.caller)
+        produce(made, 4, 5)
+    finish(made)
+
+
+def layers_on_the_cpu(choose: Choose) -> None:
+    """F066: the CPU is told of a layer when it is there."""
+    made = world(MHA, choose)
+    store(made, [0, 1], [0, 1])
+    for device in ([2, 3], [4, 5]):
+        ticket = load(made, [0, 1], device, order="layer")
+        for position, layer in enumerate(made.config.layers):
+            ticket.wait_layer(layer)
+            made.compare_device({(position, token) for token in made.tokens(device)})
+    finish(made)
+
+
+# ---- threads
+
+
+def other_threads(choose: Choose) -> None:
+    """F006: any thread may submit, wait and ask; the pool's device is made current where that is needed."""
+    made = world(MLA, choose)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            store(made, [0, 1, 2], [0, 1, 2], "staged").wait()
+            ticket = load(made, [0, 1, 2], [4, 5, 6], order="layer")
+            for position, layer in enumerate(made.config.layers):
+                ticket.wait_layer(layer)
+                made.compare_device({(position, token) for token in made.tokens([4, 5, 6])})
+            poll(made, ticket)
+            made.pool.rebind(made.tensors)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+    finish(made)
+
+
+def capturing(choose: Choose) -> None:
+    """A stream that is being captured into a graph is refused before anything is submitted."""
+    made = world(MLA, choose)
+    made.driver.capturing.add(made.driver.caller)
+    with pytest.raises(PoolError, match="mla cannot be captured"):
+        made.pool.write_back(torch.tensor([0]), torch.tensor([1]), "page")
+    made.driver.capturing.clear()
+    finish(made, store(made, [0], [1]))
+
+
+# ---- failures
+
+MOVES: tuple[tuple[bool, str, dict[str, object]], ...] = (
+    (True, "zero_copy", {}),
+    (True, "staged", {}),
+    (False, "zero_copy", {}),
+    (False, "staged", {}),
+    (False, "zero_copy", {"order": "layer"}),
+)
+SUBMITTING = ("allocate", "record", "wait", "copy", "upload", "fill", "launch")
+
+
+def _attempt(made: World, stores: bool, path: str, how: dict[str, object], on_device: bool) -> bool:
+    """A transfer of scattered tokens, or of pages by the staged path; whether it was submitted."""
+    call = made.pool.write_back if stores else made.pool.load
+    host, ids = [5, 4, 3, 2, 1, 0], [3, 6, 8, 9, 1, 5]
+    if path == "staged" or on_device:
+        host, ids = [0, 1, 2, 3, 4, 5], [8, 9, 2, 3, 4, 5]
+    device = made.device_ids(ids, made.driver.caller) if on_device else torch.tensor(ids)
+    try:
+        call(torch.tensor(host), device, path=path, **how)
+    except TransferError as error:
+        assert set(error.pages) == {0, 1, 2}
+        return False
+    return True
+
+
+def failed_half_way(choose: Choose) -> None:
+    """A call that fails in the middle of a submission leaves the pool usable and everything in order."""
+    for stores, path, how in MOVES:
+        for call in SUBMITTING:
+            for skip in range(6):
+                made = world(MLA, choose)
+                store(made, [0, 1, 2, 3], [0, 1, 2, 3]).wait()
+                made.driver.fail(call, skip)
+                submitted = _attempt(made, stores, path, how, on_device=False)
+                made.driver.heal()
+                if submitted:
+                    break
+                elsewhere = made.driver.new_stream("elsewhere")
+                later = [load, load, store] if stores else [store, store, load]
+                for move in later:  # of other pages, for another stream: only staging memory is shared
+                    stream = {"producer" if move is store else "readers": elsewhere}
+                    move(made, [3], [6], "staged", **stream)
+                produce(made, 0, 1, 2, 3, 4)  # over whatever the failed one still reads or writes
+                store(made, [0, 1, 2], [1, 2, 3], "staged")
+                load(made, [0, 1, 2], [5, 6, 7], "staged")
+                ticket = load(made, [2, 1, 0], [0, 1, 2], order="layer")
+                ticket.wait_layer(made.config.layers[2], made.driver.caller)
+                made.read(made.driver.caller, made.tokens([0, 1, 2]), [2])
+                finish(made, ticket)
+
+
+def device_lost(choose: Choose) -> None:
+    """When the device answers nothing any more, what was submitted keeps what it may still touch."""
+    for stores, path, how in MOVES:
+        for call in ("record", "wait"):
+            for skip in range(8):
+                made = world(MLA, choose)
+                store(made, [0, 1, 2], [0, 1, 2]).wait()
+                made.driver.fail(call, skip, forever=True)
+                if _attempt(made, stores, path, how, on_device=True):
+                    break
+                made.driver.run()
+
+
+def failed_for_good(choose: Choose) -> None:
+    """After an operation has failed, everything can still be given back, and who asks is told."""
+    for end in ("clear", "destroy"):
+        made = world(MLA, choose)
+        good = store(made, [3, 4], [3, 4])
+        good.wait()
+        made.driver.fail_step(2)
+        tickets = [store(made, [0, 1, 2], [0, 1, 2], "staged"), load(made, [3, 4], [5, 6])]
+        with pytest.raises(PoolError, match="was made to fail"):
+            getattr(made.pool, end)()
+        outcomes = [ticket.error is None and ticket.done() for ticket in tickets]
+        assert outcomes.count(False) == 1 and good.done()
+        made.pool.destroy()
+        made.pool.destroy()
+        made.driver.run()
+
+
+def failed_on_the_device(choose: Choose) -> None:
+    """F067: no ticket behind an operation that failed says that it is done."""
+    for stores, path, how in MOVES:
+        for skip in range(8):
+            made = world(MLA, choose)
+            store(made, [0, 1, 2], [0, 1, 2]).wait()
+            produce(made, 3, 4, 5)
+            made.driver.run()
+            made.driver.fail_step(skip)
+            ticket = submit(made, stores, [0, 1, 2], [3, 4, 5], path, **how)
+            try:
+                poll(made, ticket)
+            except TransferError as error:
+                assert set(error.pages) == {0, 1, 2}
+                with pytest.raises(TransferError):
+                    ticket.wait(made.driver.caller)  # type: ignore[attr-defined]
+                with pytest.raises(PoolError, match="was made to fail"):
+                    made.pool.destroy()
+                continue
+            made.compare_host([0, 1, 2])
+            made.compare_device({(layer, t) for layer in range(3) for t in made.tokens([3, 4, 5])})
+            made.check()
+            break
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    *(references_dropped, tensors_replaced, pool_destroyed, pool_dropped, late_layer_wait, bound_at_once),
+    *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
+    *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
+    *(layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+)
+
+FAILURES: tuple[Scenario, ...] = (device_lost, failed_on_the_device, failed_half_way)
+"""Scenarios that fail at every call in turn: a hundred lives each."""

@@ -1,0 +1,281 @@
+"""Small pools on the simulated driver, and a model of what every row of them must hold.
+
+A row (one token of one layer) is stamped with a number; its bytes follow from the stamp, the component
+and the layer. The model says which stamp each row holds on the device and on the host, None: anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from poolwright.generated.pools.mha.pool import MHATokenToKVPoolHost
+from poolwright.generated.pools.mla.pool import MLATokenToKVPoolHost
+from poolwright.runtime import pool as pools
+from poolwright.runtime.driver import Kernels
+from poolwright.runtime.driver.simulated import SimulatedDriver, SimulatedStream, runs_of
+from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.testing import use_driver
+
+HOST_PAGES, DEVICE_PAGES = 5, 8
+
+
+class DeviceIds(torch.Tensor):
+    """Ids in the memory of the simulated device: the CPU must not look at them."""
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+
+_libraries: dict[object, ctypes.CDLL] = {}
+
+
+class Driver(SimulatedDriver):
+    """The simulated driver; it looks for a compiled library once in a process."""
+
+    def kernels(self, program: SizedProgram, align: int, build: Callable[[], ctypes.CDLL]) -> Kernels:
+        key = (program.folder, program.defines(align))
+
+        def find() -> ctypes.CDLL:
+            if key not in _libraries:
+                _libraries[key] = build()
+            return _libraries[key]
+
+        return super().kernels(program, align, find)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A pool to build. `widths`: bytes of a row of each component; `slot_pages`: pages of a staging slot."""
+
+    kind: type[pools.HostPool]
+    sizes: tuple[tuple[str, int], ...]
+    widths: tuple[tuple[str, int], ...]
+    layout: str
+    page_size: int
+    layers: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind.spec.name}-{self.layout}-{self.page_size}"
+
+
+def _mla(layout: str, page_size: int, layers: tuple[int, ...]) -> Config:
+    sizes = (("kv_lora_rank", 3), ("qk_rope_head_dim", 2))
+    return Config(MLATokenToKVPoolHost, sizes, (("kv", 10),), layout, page_size, layers)
+
+
+def _mha(layout: str, page_size: int, layers: tuple[int, ...]) -> Config:
+    sizes = (("heads", 2), ("head_dim", 3), ("v_head_dim", 5))
+    return Config(MHATokenToKVPoolHost, sizes, (("k", 12), ("v", 20)), layout, page_size, layers)
+
+
+CONFIGS = (
+    _mla("page_first", 2, (0, 1, 2)),
+    _mla("layer_first", 3, (1, 4)),
+    _mla("page_record", 4, (0, 2)),
+    _mha("page_first", 3, (0, 1)),
+    _mha("layer_first", 2, (0, 3)),
+    _mha("page_record", 2, (5, 7, 8)),
+)
+
+
+@functools.cache
+def row_bytes(stamp: int, component: int, layer: int, width: int) -> bytes:
+    """What a row with this stamp holds."""
+    head = stamp.to_bytes(2, "little")
+    return head + bytes(
+        (stamp * (i + 3) + 89 * component + 53 * layer + i * i) & 255 for i in range(width - 2)
+    )
+
+
+@dataclass
+class World:
+    """A pool, its device tensors, and the model of both sides: ``[layer][token] -> stamp``."""
+
+    config: Config
+    driver: Driver
+    pool: Any
+    tensors: dict[str, list[torch.Tensor]]
+    device: list[list[int | None]]
+    host: list[list[int | None]]
+    stamp: int = 0
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def page_size(self) -> int:
+        return self.config.page_size
+
+    def tokens(self, pages: Iterable[int]) -> list[int]:
+        return [page * self.page_size + n for page in pages for n in range(self.page_size)]
+
+    # ---- bytes
+
+    def rows(self, tokens: Sequence[int], layers: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """(address, bytes) of the device rows of these tokens, at these positions of layers."""
+        return [(at, width) for at, width, _, _, _ in self._rows(tokens, layers)]
+
+    def _rows(
+        self, tokens: Sequence[int], layers: Sequence[int] | None
+    ) -> Iterable[tuple[int, int, int, int, int]]:
+        chosen = range(len(self.config.layers)) if layers is None else layers
+        for at, (name, width) in enumerate(self.config.widths):
+            for layer in chosen:
+                base = self.tensors[name][layer].data_ptr()
+                for token in tokens:
+                    yield base + token * width, width, at, layer, token
+
+    def host_rows(self, page: int) -> Iterable[tuple[int, int, int, int, int]]:
+        """(address, bytes, component, layer, token) of every row of a host page."""
+        layout = self.pool.host_layout(self.pool.page_num)
+        base = self.pool.kv_buffer.data_ptr()
+        for at, (name, width) in enumerate(self.config.widths):
+            part = layout.part(name)
+            step = {axis: nbytes for axis, _, nbytes in part.axes}
+            for layer in range(len(self.config.layers)):
+                for n in range(self.page_size):
+                    where = base + part.base + page * step["page"] + n * step["token"] + layer * step["layer"]
+                    yield where, width, at, layer, page * self.page_size + n
+
+    # ---- what the caller's own work does
+
+    def produce(self, stream: SimulatedStream, tokens: Sequence[int]) -> int:
+        """Queue work that writes new rows; returns their stamp."""
+        self.stamp += 1
+        stamp, places = self.stamp, list(self._rows(tokens, None))
+
+        def run() -> None:
+            for at, width, component, layer, _ in places:
+                ctypes.memmove(at, row_bytes(stamp, component, layer, width), width)
+
+        run.held = self.tensors  # type: ignore[attr-defined]
+        self.driver.compute(stream, f"producer of {stamp}", run, writes=self.rows(tokens))
+        for layer in range(len(self.device)):
+            for token in tokens:
+                self.device[layer][token] = stamp
+        return stamp
+
+    def read(
+        self, stream: SimulatedStream, tokens: Sequence[int], layers: Sequence[int] | None = None
+    ) -> None:
+        """Queue work that reads rows and compares them with what the model says now."""
+        wanted = [
+            (at, row_bytes(stamp, component, layer, width), f"layer {layer}, token {token}")
+            for at, width, component, layer, token in self._rows(tokens, layers)
+            if (stamp := self.device[layer][token]) is not None
+        ]
+
+        def run() -> None:
+            self.seen += [
+                f"device, {where}: expected {rows[:2].hex()}, got {ctypes.string_at(at, len(rows))[:2].hex()}"
+                for at, rows, where in wanted
+                if ctypes.string_at(at, len(rows)) != rows
+            ]
+
+        run.held = self.tensors  # type: ignore[attr-defined]
+        self.driver.compute(stream, "reader", run, reads=[(at, len(rows)) for at, rows, _ in wanted])
+
+    def device_ids(self, ids: Sequence[int], stream: SimulatedStream) -> DeviceIds:
+        """Ids in device memory that work in `stream` will have written."""
+        memory = self.driver.tensor((len(ids),), torch.int64)
+        wanted, place = torch.tensor(ids), runs_of(memory)
+
+        def run() -> None:
+            memory.copy_(wanted)
+
+        self.driver.compute(stream, "ids", run, writes=place)
+        made: DeviceIds = torch.Tensor._make_subclass(DeviceIds, memory)
+        return made
+
+    # ---- comparing
+
+    def compare_host(self, pages: Iterable[int]) -> None:
+        """The CPU reads host pages and compares them with the model."""
+        for page in pages:
+            for at, width, component, layer, token in self.host_rows(page):
+                stamp = self.host[layer][token]
+                if stamp is None:
+                    continue
+                self.driver.cpu(f"comparison of host page {page}", at, width)
+                if ctypes.string_at(at, width) != row_bytes(stamp, component, layer, width):
+                    self.seen.append(f"host page {page}, layer {layer}, token {token} is not {stamp}")
+
+    def settle(self) -> None:
+        """Wait for the caller's streams, then compare every device row."""
+        self.driver.run()
+        for stream in self.driver.callers:
+            self.driver.synchronize(self.driver.record(stream))
+        rows = range(len(self.device[0]))
+        self.compare_device({(layer, token) for layer in range(len(self.device)) for token in rows})
+
+    def compare_device(self, places: set[tuple[int, int]]) -> None:
+        """The CPU reads rows (layer, token) of the device and compares them with the model."""
+        for at, width, component, layer, token in self._rows(range(len(self.device[0])), None):
+            stamp = self.device[layer][token]
+            if stamp is not None and (layer, token) in places:
+                self.driver.cpu("comparison of device rows", at, width)
+                if ctypes.string_at(at, width) != row_bytes(stamp, component, layer, width):
+                    self.seen.append(f"device, layer {layer}, token {token} is not {stamp}")
+
+    def check(self) -> None:
+        assert not self.seen, "; ".join(self.seen[:5])
+
+    # ---- transfers, in the model
+
+    def stored(self, host: Sequence[int], device: Sequence[int]) -> None:
+        """A write-back of these tokens was submitted."""
+        for layer in range(len(self.host)):
+            moved = [self.device[layer][token] for token in device]
+            for token, stamp in zip(host, moved, strict=True):
+                self.host[layer][token] = stamp
+
+    def loaded(self, host: Sequence[int], device: Sequence[int], layers: Sequence[int]) -> None:
+        """A load of these tokens and positions of layers was submitted."""
+        for layer in layers:
+            for token, source in zip(device, host, strict=True):
+                self.device[layer][token] = self.host[layer][source]
+
+    def bind(self, drain: bool = True) -> None:
+        """New device tensors, written by the CPU; with `drain` after everything in flight."""
+        rows = DEVICE_PAGES * self.page_size
+        shape = {name: (rows, width // 2) for name, width in self.config.widths}
+        self.tensors = {
+            name: [self.driver.tensor(shape[name], torch.bfloat16) for _ in self.config.layers]
+            for name, _ in self.config.widths
+        }
+        self.stamp += 1
+        for at, width, component, layer, _ in self._rows(range(rows), None):
+            self.driver.cpu("first contents", at, width, writes=True)
+            ctypes.memmove(at, row_bytes(self.stamp, component, layer, width), width)
+        self.device = [[self.stamp] * rows for _ in self.config.layers]
+        (self.pool.rebind if drain else self.pool.bind)(self.tensors)
+
+
+def world(config: Config, choose: Callable[[int], int], slot_pages: int = 1) -> World:
+    """A new pool of `config` on a new driver, bound."""
+    driver = Driver(choose)
+    sizes: dict[str, Any] = {**dict(config.sizes), "dtype": torch.bfloat16, "layers": config.layers}
+    sizes |= {"page_size": config.page_size, "layout": config.layout, "capacity_pages": HOST_PAGES}
+    page = config.page_size * len(config.layers) * sum(width for _, width in config.widths)
+    with use_driver(driver):
+        pool = config.kind(**sizes, staging_bytes=2 * slot_pages * page)
+    rows = HOST_PAGES * config.page_size
+    made = World(config, driver, pool, {}, [], [[None] * rows for _ in config.layers])
+    made.bind()
+    return made
+
+
+def first(n: int) -> int:
+    """Always the first way to go on."""
+    return 0
+
+
+def last(n: int) -> int:
+    """Always the last way to go on."""
+    return n - 1

@@ -1,0 +1,85 @@
+"""Choice of the path as a table: what is moved, what can run, what is forced."""
+
+from __future__ import annotations
+
+import pytest
+
+from poolwright.runtime.choice import Availability, Work, choose
+
+MIB = 1 << 20
+CUDA = ("zero_copy", "staged", "torch")
+CPU = ("zero_copy", "staged", "host", "torch")
+
+
+def report(*usable: str) -> list[Availability]:
+    names = ("zero_copy", "staged", "host", "torch")
+    return [
+        Availability(name, name in usable, "compiled" if name in usable else "no compiler") for name in names
+    ]
+
+
+def work(range_bytes: int, total: int, direction: str = "write_back", **more: bool) -> Work:
+    return Work(direction, range_bytes, max(1, total // range_bytes), total, **more)
+
+
+@pytest.mark.parametrize(
+    ("moved", "usable", "path"),
+    [
+        (work(4 * MIB, 256 * MIB), CUDA, "staged"),
+        (work(4 * MIB, 256 * MIB, "load"), CUDA, "staged"),
+        (work(128 << 10, 24 * MIB), CUDA, "staged"),
+        (work((128 << 10) - 1, 24 * MIB), CUDA, "zero_copy"),
+        (work(128 << 10, 24 * MIB - 1), CUDA, "zero_copy"),
+        (work(4 * MIB, 4 * MIB), CUDA, "zero_copy"),
+        (work(20 << 10, 256 * MIB), CUDA, "zero_copy"),
+        (work(4 * MIB, 256 * MIB, "load", layered=True), CUDA, "zero_copy"),
+        (work(4 * MIB, 256 * MIB, whole_pages=False), CUDA, "zero_copy"),
+        (work(4096, 4096, in_place=True), CUDA, "staged"),
+        (work(4096, 4096, "load", in_place=True), CUDA, "zero_copy"),
+        (work(4 * MIB, 256 * MIB), CPU, "host"),
+        (work(4 * MIB, 256 * MIB), ("torch",), "torch"),
+        (work(4 * MIB, 256 * MIB), ("staged", "torch"), "staged"),
+        (work(4 * MIB, 256 * MIB, whole_pages=False), ("staged", "torch"), "torch"),
+    ],
+)
+def test_the_path_follows_from_what_is_moved(moved: Work, usable: tuple[str, ...], path: str) -> None:
+    assert choose(moved, report(*usable)) == path
+
+
+@pytest.mark.parametrize("path", CUDA)
+def test_a_forced_path_is_taken(path: str) -> None:
+    assert choose(work(64, 64), report(*CUDA), path) == path
+
+
+@pytest.mark.parametrize(
+    ("moved", "usable", "forced", "message"),
+    [
+        (work(64, 64), ("torch",), "staged", "path 'staged' was asked for and cannot be taken: no compiler"),
+        (work(64, 64), CUDA, "host", "path 'host' was asked for and cannot be taken: no compiler"),
+        (
+            work(64, 64, whole_pages=False),
+            CUDA,
+            "staged",
+            "path 'staged' was asked for and cannot be taken: it moves whole pages, not single tokens or "
+            "layers, and no pages checked on the device",
+        ),
+        (
+            work(64, 64),
+            CUDA,
+            "sideways",
+            "path 'sideways' was asked for and cannot be taken: expected one of zero_copy, staged, host, "
+            "torch",
+        ),
+    ],
+)
+def test_a_forced_path_that_cannot_run_is_an_error(
+    moved: Work, usable: tuple[str, ...], forced: str, message: str
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        choose(moved, report(*usable), forced)
+    assert str(raised.value) == message
+
+
+def test_no_path_at_all_says_why() -> None:
+    with pytest.raises(ValueError, match="no path can run: zero_copy: no compiler"):
+        choose(work(64, 64), report())
