@@ -441,7 +441,7 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
             with torch.cuda.stream(compute):
                 temporal[:, 1].fill_(step + page)
             batch = Batch("pages", [page], [1], {page}, {1})
-            launcher.launch("write_back", "gather", place, batch, None, copies.cuda_stream)
+            launcher.launch("write_back", "gather", place, batch, None, copies.cuda_stream, [])
         torch.cuda.synchronize()
         found += torn(pool, step, pool.page_num)
         step += pool.page_num
