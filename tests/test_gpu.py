@@ -372,6 +372,8 @@ def test_free_page_in_flight_needs_its_ticket(pool: HostPool) -> None:
 # ---- a recurrent state that changes all the time -----------------------------------------------
 
 STEPS, SLOTS, STATE_LAYERS = 10_000, 4, 4
+AHEAD = 12_000_000
+"""Cycles in which the steps and write-backs of a round are queued, so that the device runs them in one go."""
 
 
 def state_pool() -> tuple[HostPool, torch.Tensor]:
@@ -397,7 +399,7 @@ def state_pool() -> tuple[HostPool, torch.Tensor]:
 
 
 def torn(pool: HostPool, first_step: int, count: int) -> int:
-    """Host pages 0 .. count - 1 that do not hold exactly the state of their step."""
+    """Host pages 0 .. count - 1 that do not hold exactly the state of their step, whole."""
     part = pool.host_layout(pool.page_num).part("temporal")
     size = STATE_LAYERS * 4 * 128 * 128 * 4
     pages = pool.kv_buffer[part.base : part.base + pool.page_num * size].view(torch.float32)
@@ -415,6 +417,7 @@ def test_a_state_that_changes_every_step_is_never_torn() -> None:
         count = min(pool.page_num, STEPS - step)
         tickets = []
         with torch.cuda.stream(compute):
+            torch.cuda._sleep(AHEAD)
             for page in range(count):
                 temporal[:, 1].fill_(step + page)
                 ticket = pool.write_back(torch.tensor([page]), slot, unit="page", producer=compute)
@@ -437,6 +440,9 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
     assert launcher is not None
     found, step = 0, 0
     while step < 2_000 and found == 0:
+        for stream in (compute, copies):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(AHEAD)
         for page in range(pool.page_num):
             with torch.cuda.stream(compute):
                 temporal[:, 1].fill_(step + page)
