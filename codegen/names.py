@@ -30,7 +30,7 @@ KEYWORDS = frozenset(
 ARGUMENTS = frozenset(
     # what a pool's constructor and its methods take beside the spec's own parameters
     "self cls dtype device layers page_size layout form capacity_pages capacity_bytes staging_bytes "
-    "capture_bytes require validate pin numa threads name label group allocator "
+    "capture_bytes require validate pin numa threads name label allocator "
     "stream producer readers unit order "
     # symbols with a meaning of their own
     "pages i record component page token layer element inner "
@@ -59,7 +59,7 @@ def argument_problem(text: str) -> str | None:
     """Why `text` cannot be an argument of the generated constructor; None if it can."""
     problem = name_problem(text)
     if problem is None and text in ARGUMENTS:
-        return f"{text!r} has a meaning of its own in every pool: take another name"
+        return f"{text!r} is an argument of every pool or a word of expressions: take another name"
     prefix = next((p for p in PREFIXES if text.startswith(p)), None)
     if problem is None and prefix is not None:
         return f"names that start with {prefix!r} belong to generated code: take another name"

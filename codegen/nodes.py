@@ -155,6 +155,8 @@ class _Builder:
             mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
             place = self.last if mark is None else Location(self.path, mark.line + 1, mark.column + 1)
             problem = getattr(error, "problem", None) or "it cannot be read"
+            if "but got '['" in problem:
+                problem += '; quote an expression with brackets: "conv_dim[i]"'
             raise SpecError(place, "", f"not YAML: {problem}") from None
         except Exception:
             # The parser is fed text from anywhere and trips over some of it (``"\UFFFFFFFF"``).

@@ -75,16 +75,16 @@ def built_in_layouts() -> dict[str, ir.Layout]:
 
 
 def resolve_layouts(document: Document[Any], known: Mapping[str, ir.Layout]) -> dict[str, ir.Layout]:
-    """The layouts of a document; none may have a name of `known`. Raises SpecErrors."""
+    """The layouts of a document; one that `known` has must be the same there. Raises SpecErrors."""
     checks = Checks(document)
     result = {}
     for name, order in document.value.items():
         checks.name((name,), name_problem(name))
         with checks.part():
-            if name in known:
+            if name in known and known[name].order != tuple(order):
                 checks.fail(
                     (name,),
-                    f"layout {name!r} is built in and cannot be redefined: take another name",
+                    f"layout {name!r} is built in as [{', '.join(known[name].order)}]: take another name",
                     key=True,
                 )
             for index, axis in enumerate(order):

@@ -85,7 +85,8 @@ def _layouts(
     for index, name in enumerate(ctx.spec.layouts):
         with ctx.checks.part():
             if name not in known:
-                message = f"unknown layout {shorten(name)}{suggest(name, known)}"
+                names = ", ".join(sorted(known))
+                message = f"unknown layout {shorten(name)}{suggest(name, known)}; layouts are {names}"
                 ctx.checks.fail(("layouts", index), message)
             layout = known[name]
             if trusted:

@@ -97,6 +97,9 @@ def claim(spec: PoolSpec, names: Sequence[str], given: Mapping[str, object]) -> 
     for name in given:
         if name not in names and not any(fnmatch.fnmatchcase(name, p) for p in spec.not_carried):
             known = ", ".join(names)
+            parts = [other for other in names if other.startswith(f"{name}[")]
+            if parts:
+                raise ValueError(f"{spec.name}: component {name!r} is repeated: bind {', '.join(parts)}")
             raise ValueError(
                 f"{spec.name}: tensor {name!r} belongs to no component ({known}); name it in not_carried of "
                 f"{spec.source} if it must not be kept"

@@ -76,16 +76,19 @@ class HostPool:
         require: str | None,
         hugepages: bool | None,
     ) -> None:
-        self.layers = _layer_ids(self.spec, "layers", layers["layers"])
+        lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
+        self.layers = lists["layers"]
         self.layout, self.form, self.page_size = layout, form, page_size
         self.dtypes = dict(dtypes)
         self.device = torch.device(device)
-        self.program = self.sized(params, dtypes, layers, variants, page_size, layout, form)
+        self.program = self.sized(params, dtypes, lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
         self.page_num = _capacity(self.spec, self.program, capacity_pages, capacity_bytes)
         self.size = self.page_num * page_size
         self.page_bytes = self.host_layout(self.page_num).page_bytes
-        self.staging_bytes, self.capture_bytes = staging_bytes, capture_bytes
+        # A write-back of rows that change is captured in staging: that is what capture_bytes bounds.
+        in_place = self.spec.updates == "in_place"
+        self.staging_bytes = staging_bytes if capture_bytes is None or not in_place else capture_bytes
         self._owner = os.getpid()
         self._bound: Binding | None = None
         self._limits: indices.Limits | None = None
@@ -199,7 +202,8 @@ class HostPool:
         busy = self._transfers.in_flight(set(pages.tolist()), after)
         if busy is not None:
             raise ValueError(
-                f"{self.spec.name}: page {busy} is in flight; wait for its ticket or pass after=ticket"
+                f"{self.spec.name}: page {busy} is in flight; wait for its ticket, detach() it, "
+                f"or pass after=ticket"
             )
         self._slots.free_pages(pages)
         return ids.numel()
@@ -437,6 +441,8 @@ def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int, slots: in
 
 
 def _layer_ids(spec: PoolSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"{spec.name}: {name}: expected layer ids such as range(3), got {ids!r}")
     found = tuple(ids)
     if len(set(found)) != len(found):
         raise ValueError(f"{spec.name}: {name}: layer ids must differ, got {list(found)}")

@@ -23,6 +23,9 @@ class Mark:
         self._driver, self._event, self._side = driver, event, side
         self._address, self._value = address, value
 
+    def __bool__(self) -> bool:
+        raise TypeError("a moment is not a flag: call wait(), or wait(stream)")
+
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for it; without a stream, block the caller."""
         driver = self._driver

@@ -127,7 +127,7 @@ def test_a_page_in_flight_is_not_freed(pool: Any) -> None:
     ticket = pool.write_back(taken, ids(3, 1))
     refused(
         lambda: pool.free(taken[:PAGE]),
-        "mla: page 0 is in flight; wait for its ticket or pass after=ticket",
+        "mla: page 0 is in flight; wait for its ticket, detach() it, or pass after=ticket",
     )
     assert pool.available_size() == (PAGES - 2) * PAGE
     assert pool.free(taken[:PAGE], after=ticket) == PAGE

@@ -97,7 +97,9 @@ def targets(
     names = [pool] if pool is not None else list(generated.POOLS)
     if pool is not None and pool not in generated.POOLS:
         known = ", ".join(generated.POOLS)
-        raise package.PackageError(f"no pool {pool!r} in {generated.__name__}; pools are {known}")
+        raise package.PackageError(
+            f"no pool {pool!r} in {generated.__name__}; pools are {known} (a new spec needs `codegen build`)"
+        )
     found = []
     for pool_class in (generated.pool_class(name) for name in names):
         spec = pool_class.spec
