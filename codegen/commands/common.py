@@ -65,7 +65,9 @@ def lower_pools(pools: Iterable[ir.Pool], specs: Specs) -> tuple[ir.Lowered, ...
 def render_project(project: Project) -> tuple[Specs, dict[str, str]]:
     """The specs and every file they render to: posix path relative to the output folder, and its text."""
     from poolwright.codegen import render
+    from poolwright.runtime import env
 
+    render.keep_compiled(env.cache_dir() / "templates")
     specs = read_specs(project)
     return specs, render.render(lower_pools(specs.pools, specs), specs.groups)
 
