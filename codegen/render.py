@@ -32,7 +32,7 @@ def _environment() -> jinja2.Environment:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keep compiled templates in `folder` (a fifth of a build's time); done without if it cannot be written."""
+    """Keep compiled templates in `folder` (a fifth of a build's time), unless it cannot be written."""
     global _kept
     try:
         folder.mkdir(parents=True, exist_ok=True)
