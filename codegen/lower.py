@@ -46,13 +46,44 @@ def lower(pool: Pool) -> Lowered:
     """All programs of a pool. Raises LowerError."""
     _check_names(pool)
     _check_layer_lists(pool)
+    _check_row(pool)
     programs = [
         _program(pool, choice, form, index, layout)
         for choice in choices(pool)
         for form in pool.forms
         for index, layout in enumerate(pool.layouts)
     ]
+    _check_distinct(pool, programs)
     return Lowered(pool, tuple(programs))
+
+
+ROW = expr.parse("i // page_size")
+
+
+def _check_row(pool: Pool) -> None:
+    """The one conversion that transfers make: ids of whole pages to page rows."""
+    if pool.index.row is not None and pool.index.row != ROW:
+        raise LowerError(pool, "index.row", "only the row `i // page_size` (whole pages) is converted")
+
+
+def _check_distinct(pool: Pool, programs: list[Program]) -> None:
+    """No two names of generated code may fall together."""
+    families = ["_".join(value for _, value in choice) for choice in choices(pool)]
+    _check_once(pool, "variants", "combination of variants", families)
+    for choice in choices(pool):
+        idents = [p.ident for p in programs if p.variant == choice]
+        _check_once(pool, "device", "form and layout", idents)
+    names = [name for name, _ in extents(specialise(pool, choices(pool)[0]))]
+    _check_once(pool, "components", "component and dim", names)
+    ends = [f"{i.ident}_{w.name}" for i in programs[0].items for w in i.walks]
+    ends += [f"{i.ident}_{axis.name}" for i in programs[0].items for axis in i.host.axes]
+    _check_once(pool, "components", "component", ends)
+
+
+def _check_once(pool: Pool, where: str, what: str, names: list[str]) -> None:
+    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if twice is not None:
+        raise LowerError(pool, where, f"two {what} names make {twice!r} in generated code: rename one")
 
 
 def _check_layer_lists(pool: Pool) -> None:

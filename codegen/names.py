@@ -24,13 +24,23 @@ KEYWORDS = frozenset(
     "noexcept not_eq nullptr operator or_eq private protected public register reinterpret_cast requires "
     "short signed sizeof static static_assert static_cast struct switch template this thread_local throw "
     "typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq "
-    "linux unix errno main std stdin stdout stderr dim3".split()
+    "linux unix errno main std stdin stdout stderr dim3 u8 u16 u32 u64 i32 i64 size_t free malloc calloc "
+    "realloc memcpy memmove memset exit abort "
+    # names inside generated functions
+    "view run base byte bytes pages describe describe_program host_id device_id host_page device_page "
+    "host_token device_token super pw".split()
 )
+
+CLASSES = frozenset(
+    "None True False Component DevicePart Form HostLayout HostPart Iterable Layout Mapping PageRanges Param "
+    "PoolSpec Program Record Walk HostPool RequiredBytes SPEC".split()
+)
+"""Names that a generated pool.py has beside its class."""
 
 ARGUMENTS = frozenset(
     # what a pool's constructor and its methods take beside the spec's own parameters
     "self cls dtype device layers page_size layout form capacity_pages capacity_bytes staging_bytes "
-    "capture_bytes require validate pin numa threads name label allocator "
+    "capture_bytes require validate pin numa threads name label allocator hugepages page_bytes "
     "stream producer readers unit order "
     # symbols with a meaning of their own
     "pages i record component page token layer element inner "
@@ -38,7 +48,10 @@ ARGUMENTS = frozenset(
     "min max ceil_div align_up gcd len range sum sizes torch math".split()
 )
 
-PREFIXES = ("host_", "device_", "atom_", "runs_", "grain_", "extent_", "itemsize_", "present_")
+PREFIXES = (
+    *("host_", "device_", "atom_", "atoms_", "runs_", "run_", "grain_", "extent_", "itemsize_"),
+    *("present_", "table_", "vector_", "stride_", "move_", "copy_", "lanes_", "staging_"),
+)
 """Beginnings of the constants that generated code defines beside the parameters."""
 
 
@@ -51,7 +64,7 @@ def name_problem(text: str) -> str | None:
     if len(text) > MAX_NAME:
         return f"{shorten(text)} has {len(text)} characters, at most {MAX_NAME} are allowed"
     if text in KEYWORDS:
-        return f"{text!r} is a word of Python, C++ or YAML: take another name"
+        return f"{text!r} is a word of Python, C++, YAML or generated code: take another name"
     return None
 
 
@@ -68,7 +81,7 @@ def argument_problem(text: str) -> str | None:
 
 def class_problem(text: str) -> str | None:
     """Why `text` is no class name; None if it is one."""
-    if not _CLASS.fullmatch(text) or len(text) > MAX_NAME or text in ("None", "True", "False"):
+    if not _CLASS.fullmatch(text) or len(text) > MAX_NAME or text in CLASSES:
         return f"{shorten(text)} is no class name: use letters and digits, an upper-case letter first"
     return None
 

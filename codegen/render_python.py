@@ -196,7 +196,7 @@ def _spec(lowered: Lowered) -> list[str]:
         extra = "" if c.layers == "layers" else f", layers={c.layers!r}".replace("'", '"')
         extra += "" if c.token else ", token=False"
         extra += "" if c.when is None else f', present="present_{c.ident}"'
-        extra += "" if c.align is None else f', align="{py(c.align)}"'
+        extra += "" if c.align is None else f", align={_lambda(c.align)}"
         extra += ", held=True" if c.name in held else ""
         lines.append(f'    Component("{c.name}", "{c.ident}", dims={dims}, {size}{extra}),')
     lines += ["),", "records=("]
@@ -287,6 +287,9 @@ def _record(pool: Pool, index: int) -> str:
         inner = filled.inner
         orders.append(f"{_strings(value for _, value in choice)}: {_strings(inner)}")
     named = f'"{record.name}", "{record.ident}", holds={_strings(record.holds)}'
+    pads = {choice: lower.specialise(pool, choice).records[index].pad_to for choice in lower.choices(pool)}
+    entries = [f"{_strings(v for _, v in choice)}: {_lambda(pad)}" for choice, pad in pads.items()]
+    named += f", pad_to={{{', '.join(entries)}}}"
     return f"Record({named}, inner={{{', '.join(orders)}}})"
 
 

@@ -65,7 +65,7 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor) -> tuple[int, dic
                 pages, extent = extent, 1
                 continue
             rows_left_over = bool(axes) and axes[-1][1] is None  # rows that fill no whole page
-            if extent % want and not rows_left_over:
+            if want == 0 or (extent % want and not rows_left_over):
                 raise _shape(pool, expected, tensor)
             extent, step = extent // want, step * want
             if extent == 0:
@@ -121,12 +121,18 @@ def layer_tensors(
         rows = list(given)
         if len(rows) != len(ids):
             raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}")
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"{pool}: layer_ids must differ, got {list(ids)}")
         by_id = dict(zip(ids, rows, strict=True))
     else:
         raise ValueError(f"{pool}: {name}: expected one tensor a layer, got {type(given).__name__}")
     missing = [layer for layer in wanted if layer not in by_id]
     if missing:
-        raise ValueError(f"{pool}: {name}: no tensor for layer {missing[0]}, got layers {sorted(by_id)}")
+        raise ValueError(f"{pool}: {name}: no tensor for layer {missing[0]}, got layers {list(by_id)}")
+    for layer in wanted:
+        if not isinstance(by_id[layer], torch.Tensor):
+            got = type(by_id[layer]).__name__
+            raise ValueError(f"{pool}: {name}: layer {layer}: expected a tensor, got {got}")
     return [by_id[layer] for layer in wanted]
 
 
@@ -162,12 +168,40 @@ def bind_part(
                     f"{pool}: {name}: stride of {axis}: tensor {at} has {other[axis]} bytes, tensor 0 "
                     f"{steps[axis]}; all layers need one stride"
                 )
+    if found and pages < 1:
+        raise ValueError(
+            f"{pool}: {name}: rows: expected at least one whole page, got shape {tuple(tensors[0].shape)}"
+        )
+    _check_apart(pool, name, part, tensors, steps, pages)
     return Bound(
         addresses=tuple(t.data_ptr() for t in tensors),
         strides=tuple(steps[axis] for axis, _, packed in part.axes if packed is None),
         pages=pages,
         views=tuple(_as_axes(t, part, pages, steps) for t in tensors),
     )
+
+
+def _check_apart(
+    pool: str,
+    name: str,
+    part: DevicePart,
+    tensors: Sequence[torch.Tensor],
+    steps: Mapping[str, int],
+    pages: int,
+) -> None:
+    """No byte may belong to two rows or two layers: a load would overwrite what it has just written."""
+    extents = {axis: pages if extent is None else extent for axis, extent, _ in part.axes}
+    span = tensors[0].element_size() if tensors else 0
+    for axis in sorted((a for a in extents if extents[a] > 1), key=lambda a: steps[a]):
+        if steps[axis] < span:
+            raise ValueError(
+                f"{pool}: {name}: stride of {axis}: rows overlap: expected at least {span} bytes, "
+                f"got {steps[axis]}"
+            )
+        span += steps[axis] * (extents[axis] - 1)
+    starts = [tensor.data_ptr() for tensor in tensors]
+    if len(set(starts)) != len(starts):
+        raise ValueError(f"{pool}: {name}: two layers have the same memory; each needs rows of its own")
 
 
 def _from_row(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int) -> torch.Tensor:

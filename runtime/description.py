@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 Sizes = Mapping[str, int]
+SizeOf = tuple[tuple[str, ...], Callable[..., int]]
+"""Names of sizes, and a function of them."""
+
 Order = tuple[str, ...]
 
 
@@ -23,6 +26,12 @@ def align_up(value: int, alignment: int) -> int:
 
 def gcd(left: int, right: int) -> int:
     return math.gcd(left, right)
+
+
+def size_of(value: SizeOf, sizes: Sizes) -> int:
+    """The value of a formula for these sizes."""
+    names, formula = value
+    return formula(*(sizes[name] for name in names))
 
 
 # ---- the spec as data -------------------------------------------------------------------------
@@ -52,7 +61,7 @@ class Component:
     layers: str | None = "layers"
     token: bool = True
     present: str | None = None
-    align: str | None = None
+    align: SizeOf | None = None
     held: bool = False
 
 
@@ -63,6 +72,7 @@ class Record:
     name: str
     ident: str
     holds: tuple[str, ...]
+    pad_to: Mapping[tuple[str, ...], SizeOf]
     inner: Mapping[tuple[str, ...], Order]
 
 
@@ -74,14 +84,11 @@ class Form:
     order: Order
     numbers: Callable[[Sizes], tuple[DevicePart, ...]]
     any_stride: Order = ()
-    base: tuple[tuple[str, ...], Callable[..., int]] | None = None
+    base: SizeOf | None = None
 
     def first_row(self, sizes: Sizes) -> int:
         """The row of a tensor at which page 0 starts."""
-        if self.base is None:
-            return 0
-        names, value = self.base
-        return value(*(sizes[name] for name in names))
+        return 0 if self.base is None else size_of(self.base, sizes)
 
 
 @dataclass(frozen=True)

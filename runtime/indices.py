@@ -16,6 +16,7 @@ import torch
 
 LEVELS = ("off", "cheap", "full")
 UNITS = ("token", "page")
+CPU = torch.device("cpu")
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -29,6 +30,7 @@ class Limits:
     device_pages: int
     reserved: tuple[int, ...] = ()
     tokens: bool = True
+    device: torch.device = CPU
 
 
 class Batch(NamedTuple):
@@ -72,6 +74,10 @@ def batch(
             f"pad the last page or leave it out"
         )
     if not device.is_cpu:
+        if device.device.type != limits.device.type:
+            raise ValueError(
+                f"{limits.pool}: device ids: expected a tensor on cpu or {limits.device}, got {device.device}"
+            )
         return _device_batch(limits, host, device, per_page, level, writes_host)
     made = _cpu_batch(limits, host, device, per_page, level)
     if level != "off":
@@ -119,8 +125,9 @@ def _cpu_batch(limits: Limits, host: torch.Tensor, device: torch.Tensor, per_pag
     rows, others = _whole_pages(host, per_page), _whole_pages(device, per_page)
     if rows is not None and others is not None:
         here, there = set(rows), set(others)
-        _check_range(limits, "host ids", rows, limits.host_pages)
-        _check_range(limits, "device ids", others, limits.device_pages)
+        word = "ids" if per_page == 1 else "pages"
+        _check_range(limits, f"host {word}", rows, limits.host_pages)
+        _check_range(limits, f"device {word}", others, limits.device_pages)
         if limits.reserved:
             _check_reserved(limits, there)
         return Batch("pages", rows, others, here, there)

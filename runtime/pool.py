@@ -19,7 +19,7 @@ from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.choice import Availability, Work
-from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named
+from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
@@ -76,11 +76,14 @@ class HostPool:
         require: str | None,
         hugepages: bool | None,
     ) -> None:
+        _whole(self.spec, "staging_bytes", staging_bytes, 0)
+        if capture_bytes is not None:
+            _whole(self.spec, "capture_bytes", capture_bytes, 0)
         lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
         self.layers = lists["layers"]
         self.layout, self.form, self.page_size = layout, form, page_size
         self.dtypes = dict(dtypes)
-        self.device = torch.device(device)
+        self.device = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
         self.program = self.sized(params, dtypes, lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
         self.page_num = _capacity(self.spec, self.program, capacity_pages, capacity_bytes)
@@ -93,6 +96,8 @@ class HostPool:
         self._bound: Binding | None = None
         self._limits: indices.Limits | None = None
         self._forced = env.text("PATH")
+        if env.text("TWIN") == "lanes" and self._forced == "auto" and self.device.type == "cpu":
+            self._forced = "zero_copy"  # the kernels, played lane by lane
         self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
         self._destroyed = False
         self._backend = Backend(self.program, self.device, require)
@@ -134,6 +139,7 @@ class HostPool:
     ) -> SizedProgram:
         """The program of these sizes, before anything is built. Raises ValueError."""
         spec = cls.spec
+        _whole(spec, "page_size", page_size, 1)
         _one_of(spec, "layout", layout, spec.layouts)
         _one_of(spec, "form", form, spec.forms)
         itemsizes = {}
@@ -143,8 +149,14 @@ class HostPool:
                 raise ValueError(f"{spec.name}: {group} dtype: expected one of {known}, got {dtypes[group]}")
             itemsizes[group] = dtypes[group].itemsize
         counts = {name: len(_layer_ids(spec, name, ids)) for name, ids in layers.items()}
-        sizes = bind_sizes(spec, params, itemsizes, counts, page_size, variants)
-        return SizedProgram(spec, programs.folder_of(cls), sizes, dict(variants), form, layout)
+        try:
+            sizes = bind_sizes(spec, params, itemsizes, counts, page_size, variants)
+            made = SizedProgram(spec, programs.folder_of(cls), sizes, dict(variants), form, layout)
+            made.host(1)
+        except ZeroDivisionError:
+            given = ", ".join(f"{name}={value}" for name, value in params.items())
+            raise ValueError(f"{spec.name}: a size or alignment divides by zero with {given}") from None
+        return made
 
     @classmethod
     def _required_bytes(
@@ -180,7 +192,12 @@ class HostPool:
         for c in spec.components:
             dims = ",".join(f"{dim}={sizes[f'extent_{c.ident}_{dim}']}" for dim in c.dims)
             dtype = self.dtypes[c.group] if c.group else c.dtype
-            facts.append(f"{c.name}({dims}):{dtype}:align={c.align or 'item'}:{self._has(c.present)}")
+            align = "item" if c.align is None else size_of(c.align, sizes)
+            facts.append(f"{c.name}({dims}):{dtype}:align={align}:{self._has(c.present)}")
+        chosen = tuple(self.program.variants[name] for name in spec.variants)
+        for record in spec.records:
+            pad, inner = size_of(record.pad_to[chosen], sizes), ",".join(record.inner[chosen])
+            facts.append(f"{record.name}({','.join(record.holds)}):{inner}:pad={pad}")
         facts += [f"{name}={value}" for name, value in sorted(self.program.variants.items())]
         facts.append("order=" + ",".join(spec.layouts[self.layout].order))
         return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
@@ -239,6 +256,7 @@ class HostPool:
             device_pages=bound.pages,
             reserved=self.spec.reserved,
             tokens=self.program.tokens,
+            device=self.device,
         )
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
@@ -260,6 +278,7 @@ class HostPool:
         qos: str | None = None,
     ) -> Ticket:
         """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows."""
+        self._check_qos(qos)
         ids = self._batch(host, device, unit, validate, True)
         taken = self._choose("write_back", ids, path, False)
         return self._transfers.submit("write_back", ids, taken, self._caller(producer))
@@ -283,8 +302,10 @@ class HostPool:
         """
         if order not in ("bulk", "layer"):
             raise ValueError(f"{self.spec.name}: order: expected layer or bulk, got {order!r}")
-        positions = None if layers is None and order == "bulk" else self._positions(layers)
+        ordered = order == "layer" and self.program.has_layers
+        positions = self._positions(layers) if ordered or layers is not None else None
         named = [] if positions is None else [self.layers[position] for position in positions]
+        self._check_qos(qos)
         ids = self._batch(host, device, unit, validate, False)
         taken = self._choose("load", ids, path, positions is not None)
         return self._transfers.submit("load", ids, taken, self._caller(readers), positions, named)
@@ -352,8 +373,11 @@ class HostPool:
     def _allocate_staging(self, slot_bytes: int) -> Memory:
         return self._backend.driver.allocate(self.STAGING_SLOTS * indices_align(slot_bytes))
 
-    def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor:
-        """The first slot of a staging buffer, seen as one component's axes, then its item's bytes."""
+    def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
+        """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None
+        for a component that is not there."""
+        if not self.program.present(ident):
+            return None
         return host_view(memory.tensor, layout, ident, self.program.itemsize(ident))
 
     def _ring(self) -> Ring | None:
@@ -406,6 +430,8 @@ class HostPool:
     def _positions(self, layers: Iterable[int] | None) -> Sequence[int]:
         if layers is None:
             return range(len(self.layers))
+        if not self.program.has_layers:
+            raise ValueError(f"{self.spec.name}: no component has layers here; load without layers=")
         positions = []
         for layer in layers:
             if layer not in self.layers:
@@ -414,6 +440,10 @@ class HostPool:
                 raise ValueError(f"{self.spec.name}: layer {layer} stands twice in one list")
             positions.append(self.layers.index(layer))
         return positions
+
+    def _check_qos(self, qos: str | None) -> None:
+        if qos not in (None, "background", "urgent"):
+            raise ValueError(f"{self.spec.name}: qos: expected background or urgent, got {qos!r}")
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
@@ -446,9 +476,16 @@ def _layer_ids(spec: PoolSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]
     found = tuple(ids)
     if len(set(found)) != len(found):
         raise ValueError(f"{spec.name}: {name}: layer ids must differ, got {list(found)}")
-    if any(not isinstance(layer, int) or layer < 0 for layer in found):
+    if any(type(layer) is not int or layer < 0 for layer in found):
         raise ValueError(f"{spec.name}: {name}: expected layer ids from 0, got {list(found)}")
     return found
+
+
+def _whole(spec: PoolSpec, name: str, value: object, least: int) -> int:
+    """The value, which has to be an integer of at least `least`. Raises ValueError."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{spec.name}: {name}: expected an integer of at least {least}, got {value!r}")
+    return value
 
 
 def _one_of(spec: PoolSpec, what: str, value: str, known: Iterable[str]) -> None:
@@ -461,10 +498,9 @@ def _capacity(spec: PoolSpec, program: SizedProgram, pages: int | None, nbytes: 
     if (pages is None) == (nbytes is None):
         raise ValueError(f"{spec.name}: give either capacity_pages or capacity_bytes")
     if pages is not None:
-        if pages < 1:
-            raise ValueError(f"{spec.name}: capacity_pages: expected at least 1, got {pages}")
-        return pages
+        return _whole(spec, "capacity_pages", pages, 1)
     assert nbytes is not None
+    _whole(spec, "capacity_bytes", nbytes, 0)
     page = program.host(1).page_bytes
     if page == 0:
         raise ValueError(f"{spec.name}: a page of these sizes has no bytes; give capacity_pages")

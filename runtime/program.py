@@ -42,6 +42,11 @@ class SizedProgram:
         """Whether ids may address single tokens."""
         return self.spec.programs[self.form, self.layout].tokens
 
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether any component that is there has a layer axis."""
+        return any(walk.name == "layer_pages" and walk.runs * walk.atom for walk in self.walks)
+
     def host(self, pages: int) -> HostLayout:
         return self.spec.layouts[self.layout].numbers(self.sizes, pages)
 

@@ -225,7 +225,7 @@ def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None
         (["one"], "specs/one.yaml exists already; take another name, or edit it"),
         (["My-Pool"], "'My-Pool' is no name: use lower-case letters"),
         (["../evil"], "'../evil' is no name: use lower-case letters"),
-        (["class"], "'class' is a word of Python, C++ or YAML: take another name"),
+        (["class"], "'class' is a word of Python, C++, YAML or generated code: take another name"),
         (["layouts"], "'layouts' is the file of the layouts: take another name"),
         (["a" * 58], "is too long for the class"),
         (["two", "--like", "mlaa"], "unknown spec to start from 'mlaa' (did you mean 'mla'?)"),

@@ -19,6 +19,8 @@ def run(chosen: Sequence[str], *, check: bool, diff: bool, out: Path | None) -> 
     specs, files = render_project(project)
     files = _select(files, chosen, [pool.name for pool in specs.pools])
     folder = project.output if out is None else out.resolve()
+    if folder == project.specs or project.specs in folder.parents or folder in project.specs.parents:
+        raise InputError(f"--out {folder}: the output folder and the specs folder must stand apart")
     prune = not chosen
     mend = " ".join(["codegen build", *chosen, *([] if out is None else ["--out", str(out)])])
     if check:

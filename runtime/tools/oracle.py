@@ -9,13 +9,13 @@ what comes out is read backwards: the offset of each logical byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from poolwright.runtime.description import Component, Form, PoolSpec, Record, align_up, dtype_named, gcd
+from poolwright.runtime.description import Component, Form, PoolSpec, Record, align_up, dtype_named, size_of
 
 MARKERS = ("component", "record")
 REST = ("element", "inner")
@@ -102,8 +102,7 @@ def _component(
     dtype = dtypes[component.group] if component.group else dtype_named(str(component.dtype))
     align = dtype.itemsize
     if component.align is not None:
-        helpers: dict[str, Callable[..., int]] = {"align_up": align_up, "gcd": gcd, "min": min, "max": max}
-        align = int(eval(component.align, {"__builtins__": {}}, {**helpers, **sizes}))
+        align = size_of(component.align, sizes)
     absent = component.present is not None and not sizes[component.present]
     itemsize = 0 if absent else dtype.itemsize
     return Part(component.name, component.ident, tuple(axes), itemsize, 1 if absent else align, dtype)
