@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from poolwright.codegen import resolve
 from poolwright.codegen.errors import SpecError, SpecErrors
 from poolwright.codegen.lower import LowerError, lower
+from poolwright.codegen.render import render
 from poolwright.generated import KdaStatePoolHost, MLATokenToKVPoolHost
 from poolwright.runtime.pool import HostPool
+from poolwright.runtime.tools.package import load_package
 
 SPEC = """pool: sample
 class: SamplePoolHost
@@ -162,3 +165,59 @@ def test_layers_from_a_generator_are_counted_once() -> None:
 def test_padding_of_a_staged_page_holds_nothing_old(pool: HostPool) -> None:
     assert pool.staging is not None
     assert not pool.staging.tensor.any()
+
+
+def test_the_twin_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POOLWRIGHT_TWIN", "lanes")
+    pool = MLATokenToKVPoolHost(
+        kv_lora_rank=4,
+        qk_rope_head_dim=2,
+        dtype=torch.float16,
+        layers=range(2),
+        page_size=2,
+        capacity_pages=4,
+    )
+    pool.bind({"kv": [rows(), rows()]})
+    assert pool.write_back(torch.arange(4), torch.arange(4)).path == "zero_copy"
+    pool.destroy()
+
+
+def made(text: str, folder: Path) -> Any:
+    """The class of a spec, generated into `folder`."""
+    lowered = lower(resolve.read_spec_text(text, "specs/sample.yaml", resolve.built_in_layouts()))
+    for name, content in render([lowered]).items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return load_package(f"made_{folder.name}", folder).SamplePoolHost
+
+
+def test_a_pool_without_layers_loads_all_in_layer_order_and_refuses_single_ones(tmp_path: Path) -> None:
+    text = SPEC.format(index="token", param="w", component="a", dim="x", order="page, token, element")
+    text = text.replace("dtype: uint8}", "dtype: uint8, layers: none}").replace(
+        "[component, layer]", "[component]"
+    )
+    pool = made(text, tmp_path)(w=3, layers=[], page_size=2, capacity_pages=4)
+    tensor = torch.arange(24, dtype=torch.uint8).reshape(8, 3)
+    before = tensor.clone()
+    pool.bind({"a": tensor})
+    for path in ("host", "zero_copy", "torch"):
+        pool.write_back(torch.arange(4), torch.arange(4), path=path).wait()
+        tensor[:4] = 0
+        pool.load(torch.arange(4), torch.arange(4), order="layer", path=path).wait()
+        assert torch.equal(tensor, before), path
+    with pytest.raises(ValueError, match="no component has layers"):
+        pool.load(torch.arange(4), torch.arange(4), layers=[0])
+    pool.destroy()
+
+
+def test_padding_and_alignment_are_in_the_format_tag(tmp_path: Path) -> None:
+    text = SPEC.format(index="token", param="al", component="a", dim="x", order="page, token, element")
+    pool_class = made(
+        text.replace("dtype: uint8}", "dtype: uint8, align: al}").replace("x: al", "x: 4"), tmp_path
+    )
+    given: dict[str, Any] = {"layers": range(1), "page_size": 2, "capacity_pages": 2}
+    pools = [pool_class(al=al, **given) for al in (4, 16)]
+    assert pools[0].format_tag != pools[1].format_tag
+    for pool in pools:
+        pool.destroy()
