@@ -221,6 +221,7 @@ def _spec(lowered: Lowered) -> list[str]:
         lines.append(f"    {_strings(value for _, value in choice)}: {family_function(choice)},")
     lines.append("},")
     lines.append("parts=" + _strings(render_cpp.parts(render_cpp.walks(lowered))) + ",")
+    lines.append(f"layer_lists={_strings(render_cpp.layer_lists(lowered))},")
     lines += _rest(pool)
     return lines
 
@@ -255,9 +256,6 @@ def _rest(pool: Pool) -> list[str]:
             lines.append(f"{name}=({shown}{',' if len(values) == 1 else ''}),")
     if pool.valid_if is not None:
         lines.append(f'valid_if="{pool.valid_if}",')
-    lists = [name for name in {c.layers for c in pool.components} - {None, "layers"} if name]
-    if lists:
-        lines.append(f"layer_lists={_strings(sorted(lists))},")
     return lines
 
 
@@ -325,8 +323,7 @@ def _shape(lowered: Lowered) -> tuple[list[str], list[str]]:
     given = [p for p in pool.params if p.equals is None]
     parameters = [f"{p.name}: {'int' if p.length is None else 'Iterable[int]'}," for p in given]
     parameters += [f"{argument}: torch.dtype," for argument, _ in dtype_arguments(pool)]
-    parameters.append("layers: Iterable[int],")
-    lists = [name for name in render_cpp.layer_lists(lowered) if name != "layers"]
+    lists = render_cpp.layer_lists(lowered)
     parameters += [f"{name}: Iterable[int]," for name in lists]
     parameters += [f"{v.name}: str," for v in pool.variants]
     if pool.has_tokens or pool.index.space is not None:
@@ -337,13 +334,14 @@ def _shape(lowered: Lowered) -> tuple[list[str], list[str]]:
     arguments.append(
         "dtypes={" + ", ".join(f'"{group}": {argument}' for argument, group in dtype_arguments(pool)) + "},"
     )
-    arguments.append("layers={" + ", ".join(f'"{name}": {name}' for name in ["layers", *lists]) + "},")
+    arguments.append("layers={" + ", ".join(f'"{name}": {name}' for name in lists) + "},")
     arguments.append("variants={" + ", ".join(f'"{v.name}": {v.name}' for v in pool.variants) + "},")
     arguments.append("page_size=" + ("page_size," if "page_size: int," in parameters else "1,"))
     return parameters, [*arguments, "layout=layout,", "form=form,"]
 
 
 CAPACITY = ["capacity_pages: int | None = None,", "capacity_bytes: int | None = None,"]
+STAGING = ["staging_bytes: int = HostPool.STAGING_BYTES,", "capture_bytes: int | None = None,"]
 RUNTIME = [
     'device: str | torch.device = "cpu",',
     "require: str | None = None,",
@@ -357,18 +355,13 @@ def _hand(parameters: Sequence[str]) -> list[str]:
 
 def _init(lowered: Lowered) -> dict[str, Any]:
     parameters, arguments = _shape(lowered)
-    more = [
-        *CAPACITY,
-        "staging_bytes: int = HostPool.STAGING_BYTES,",
-        "capture_bytes: int | None = None,",
-        *RUNTIME,
-    ]
+    more = [*CAPACITY, *STAGING, *RUNTIME]
     return {"parameters": parameters + more, "arguments": arguments + _hand(more)}
 
 
 def _required(lowered: Lowered) -> dict[str, Any]:
     parameters, arguments = _shape(lowered)
-    more = [*CAPACITY, "staging_bytes: int = HostPool.STAGING_BYTES,"]
+    more = [*CAPACITY, *STAGING]
     return {"parameters": parameters + more, "arguments": arguments + _hand(more)}
 
 

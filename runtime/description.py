@@ -132,7 +132,7 @@ class PoolSpec:
     not_carried: tuple[str, ...] = ()
     tag: tuple[str, ...] = ()
     valid_if: str | None = None
-    layer_lists: tuple[str, ...] = ()
+    layer_lists: tuple[str, ...] = ("layers",)
 
 
 # ---- numbers ----------------------------------------------------------------------------------
