@@ -54,7 +54,7 @@ class Hazards:
     def forget(self) -> None:
         """Drop what is over. What the pool hands out does not depend on it."""
         for running in self._running.values():  # one stream each: the oldest is over first
-            while len(running) > KEPT and self._driver.done(running[0].event):
+            while len(running) > KEPT and self._over(running[0]):
                 running.popleft()
         if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
             self._tickets = [ticket for ticket in self._tickets if not ticket.acknowledged]
@@ -66,9 +66,16 @@ class Hazards:
         Its stream has everything before it behind it. Those of the same direction are ordered by theirs.
         """
         running = self._running["load" if direction == "write_back" else "write_back"]
-        if running and self._driver.done(running[-1].event):
+        if running and self._over(running[-1]):
             running.clear()
         return next((entry.event for entry in reversed(running) if entry.meets(moves)), None)
+
+    def _over(self, entry: Submission) -> bool:
+        """Whether it has run. One that failed never has: whoever asks its ticket is told."""
+        try:
+            return self._driver.done(entry.event)
+        except PoolError:
+            return False
 
     def in_flight(self, names: Sequence[str], pages: set[int], after: Ticket | None) -> int | None:
         """A page of these pools whose transfer the caller does not know to be done, or None."""

@@ -148,14 +148,13 @@ class Launcher:
         return count
 
     def _steps_of(self, steps: Steps | None, stream: Stream, keep: list[object]) -> int:
-        if steps is None:
-            return 0
-        if steps.memory is None:  # used in this stream only, by later launches too
+        """Where the device has the numbers. They are written once, in the stream of every later load."""
+        assert steps is not None
+        keep.append(steps)
+        if steps.memory is None:
             memory = self._driver.allocate(4 * max(len(steps.numbers), 1))
-            keep.append(memory)
             self._driver.upload(memory.address, steps.numbers, stream)
             steps.memory = memory
-        keep.append(steps.memory)
         return steps.memory.address
 
 

@@ -98,6 +98,13 @@ class Staging:
         assert member.ring is not None
         self._stages[number] = _Stage(member, member.ring)
 
+    def clear(self, stream: Stream) -> None:
+        """Fill all slots with zeros: padding between components is never written, and what lay there before
+        is nobody's business."""
+        for stage in self._stages.values():
+            memory = stage.ring.memory
+            self._driver.fill(memory.address, 0, memory.nbytes // 4, stream)
+
     def write_back(
         self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
     ) -> Event:

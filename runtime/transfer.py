@@ -13,6 +13,7 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from poolwright.runtime import indexing
@@ -65,12 +66,8 @@ class Transfers:
 
     def add(self, member: Member) -> int:
         """Take a pool in; its number. All are there before the first is bound."""
-        with self._lock, self._driver.guard():
+        with self._lock:
             if member.ring is not None:
-                # Padding between components is never written: it must not hold what lay there before.
-                ring = member.ring.memory
-                self._driver.fill(ring.address, 0, ring.nbytes // 4, self._writes)
-                self._driver.synchronize(self._driver.record(self._writes))
                 self._staging.add(len(self.members), member)
             self.members.append(member)
             return len(self.members) - 1
@@ -84,9 +81,12 @@ class Transfers:
                 member.binding = binding
                 member.table = self._driver.allocate(8 * max(len(binding.table), 1))
                 self._driver.upload(member.table.address, array("Q", binding.table), stream)
+            if not self._bound:
+                self._staging.clear(stream)
             if self._counters is None:
                 self._counters = self._new_counters(stream)
-            self._driver.synchronize(self._driver.record(stream))  # nothing else keeps the tables until then
+            # Nothing else keeps the tables until then, and the other streams do not wait for this one.
+            self._driver.synchronize(self._driver.record(stream))
             self._bound = tuple((member.binding, member.table) for member in self.members)
             if self.code.kernels is not None:
                 self._launcher = Launcher(self._driver, self.code.kernels, self.members, self.code.align)
@@ -97,9 +97,17 @@ class Transfers:
             return self._hazards.in_flight([self.members[n].name for n in numbers], pages, after)
 
     def drain(self) -> None:
-        """Block until everything submitted has run."""
+        """Block until everything submitted has run. Raises PoolError when something failed, after all."""
         with self._lock:
-            self._hazards.drain()
+            try:
+                self._hazards.drain()
+            except PoolError:
+                # What failed waits for nothing any more: the other streams may still be at work for it.
+                with self._driver.guard():
+                    for stream in (self._writes, self._loads, self._out, self._in):
+                        with suppress(PoolError):
+                            self._driver.synchronize(self._driver.record(stream))
+                raise
 
     def close(self) -> None:
         """Give the host memory of all members back, after everything in flight."""
