@@ -117,6 +117,8 @@ def _call(part: str, way: str, member: Member) -> str:
         return f"{name}({member.name}_view, {member.name}_ids.{ids}, {member.name}_ids.count{at})"
 
     pages = move("pages", "pages(few)")
+    if step:  # a pool that has nothing in the launch has no steps either
+        pages = f"if ({member.name}_ids.count != 0) {pages}"
     if not part.endswith("tokens") or "tokens" not in member.walks:
         return pages
     return f"if ({member.name}_ids.by_token) {move('tokens', 'tokens()')}; else {pages}"
@@ -162,7 +164,6 @@ def group_view(group: Group, pools: Mapping[str, Lowered]) -> dict[str, Any]:
         "spec": _spec(group, found),
         "parameters": parameters,
         "arguments": arguments,
-        "imports": ["GroupBytes", "GroupSpec", "HostPoolGroup", "MemberSpec"],
         "params": bool(group.params),
     }
 

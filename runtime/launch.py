@@ -15,26 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from poolwright.runtime.driver import Driver, Kernels, Memory, Parameters, Stream
+from poolwright.runtime.driver import Driver, Kernels, Parameters, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
-from poolwright.runtime.moves import Member, Place
+from poolwright.runtime.moves import Member, Place, Steps
 
 FEW = 256
 """Numbers of page ids that travel in the parameters of a launch, all pools together (`Few` in prim.h)."""
 
 _IDS = struct.Struct("IIIIQQQqQ")
 """`Ids` in prim.h."""
-
-
-class Steps:
-    """Numbers of the steps of a load in layer order for one pool; `memory`: where the device has them."""
-
-    __slots__ = ("memory", "numbers")
-
-    def __init__(self, numbers: array[int]) -> None:
-        self.numbers = numbers
-        self.memory: Memory | None = None
 
 
 class Part(NamedTuple):

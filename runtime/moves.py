@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,27 @@ class Move(NamedTuple):
     name: str
     batch: Batch
     path: str
+
+
+class Steps:
+    """Numbers of the steps of a load in layer order for one pool; `memory`: where the device has them."""
+
+    __slots__ = ("memory", "numbers")
+
+    def __init__(self, numbers: array[int]) -> None:
+        self.numbers = numbers
+        self.memory: Memory | None = None
+
+
+class Order(NamedTuple):
+    """The steps of a load in layer order: layer ids, and for each member that moves its numbers.
+
+    `others`: layers of members that do not move.
+    """
+
+    layers: tuple[int, ...]
+    steps: dict[int, Steps]
+    others: frozenset[int]
 
 
 class Place(NamedTuple):

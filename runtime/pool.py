@@ -370,7 +370,7 @@ class HostPool:
         device: torch.Tensor,
         unit: str,
         validate: str,
-        path: str | None,
+        path: str | Mapping[str, str] | None,
         qos: str | None,
         layered: bool = False,
     ) -> list[Move]:
@@ -380,13 +380,19 @@ class HostPool:
         if self._source is not None:
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
         batch = self._batch(host, device, unit, validate, direction == "write_back")
-        moves = [Move(self._number, self.name, batch, self._choose(direction, batch, path, layered))]
+        moves = [self._move(direction, batch, path, layered)]
         for pool in self._followers:
             ids = batch
             if not pool._takes(batch, self):
                 ids = pool._batch(host, device, unit, validate, direction == "write_back")
-            moves.append(Move(pool._number, pool.name, ids, pool._choose(direction, ids, path, layered)))
+            moves.append(pool._move(direction, ids, path, layered))
         return moves
+
+    def _move(
+        self, direction: str, batch: indices.Batch, path: str | Mapping[str, str] | None, layered: bool
+    ) -> Move:
+        wanted = path if path is None or isinstance(path, str) else path.get(self.name)
+        return Move(self._number, self.name, batch, self._choose(direction, batch, wanted, layered))
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""

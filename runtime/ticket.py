@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
-from poolwright.runtime.moves import Move
+from poolwright.runtime.moves import Move, Order
 
 
 class LayerMarks(NamedTuple):
@@ -49,7 +49,7 @@ class Ticket:
     """
 
     __slots__ = (
-        *("_acknowledged", "_captured", "_driver", "_event", "_layers", "_lock", "_marks", "_moves"),
+        *("_acknowledged", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
         *("delayed", "direction", "error", "pool"),
     )
 
@@ -62,13 +62,13 @@ class Ticket:
         event: Event,
         captured: Event,
         marks: LayerMarks | None,
-        layers: Sequence[int],
+        order: Order | None,
         delayed: int,
     ) -> None:
         self.pool, self.direction, self.delayed = pool, direction, delayed
         self.error: TransferError | None = None
         self._driver, self._event, self._captured = driver, event, captured
-        self._moves, self._marks, self._layers = moves, marks, layers
+        self._moves, self._marks, self._order = moves, marks, order
         self._lock = threading.Lock()
         self._acknowledged = False
 
@@ -123,14 +123,17 @@ class Ticket:
     def wait_layer(self, layer: int, stream: Stream = None) -> None:
         """As `wait`, for one layer of a load, of every pool that has it.
 
-        Raises ValueError for a layer that it does not load.
+        For a layer of pools that have nothing in this load there is nothing to wait for. Raises ValueError
+        for any other layer that it does not load.
         """
-        if layer not in self._layers:
-            known = ", ".join(map(str, self._layers)) or "none"
+        layers = () if self._order is None else self._order.layers
+        if layer in layers:
+            self.reach(self._event, self._marks, layers.index(layer), stream)
+        elif self._order is None or layer not in self._order.others:
+            known = ", ".join(map(str, layers)) or "none"
             raise ValueError(
                 f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
             )
-        self.reach(self._event, self._marks, self._layers.index(layer), stream)
 
     def wait_all(self, stream: Stream = None) -> None:
         """As `wait`; the way to put a load in front of a CUDA graph's replay."""

@@ -14,15 +14,15 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.driver import Event, Memory, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.hazards import Hazards, Submission
-from poolwright.runtime.launch import Launcher, Part, Steps
-from poolwright.runtime.moves import Member, Move
+from poolwright.runtime.launch import Launcher, Part
+from poolwright.runtime.moves import Member, Move, Order, Steps
 from poolwright.runtime.program import view
 from poolwright.runtime.staging import Staging
 from poolwright.runtime.ticket import LayerMarks, Ticket, failure
@@ -34,13 +34,6 @@ _counters_of_all_pools: list[Memory] = []
 """Never given back: a caller's stream may come to its wait for a layer when the pool is long gone."""
 
 ORDERS_KEPT = 512
-
-
-class Order(NamedTuple):
-    """The steps of a load in layer order: layer ids, and for each member that moves its numbers."""
-
-    layers: tuple[int, ...]
-    steps: dict[int, Steps]
 
 
 class Transfers:
@@ -166,7 +159,8 @@ class Transfers:
             n: Steps(array("I", [at for layer in wanted for at in member.step(layer, layer in first[n])]))
             for n, member in members.items()
         }
-        return Order(wanted, steps)
+        others = {layer for n, m in enumerate(self.members) if n not in members for layer in m.layers}
+        return Order(wanted, steps, frozenset(others - set(every)))
 
     # ---- submission
 
@@ -198,7 +192,7 @@ class Transfers:
                 raise failure(self.name, direction, moves, str(error)) from error
             ticket = Ticket(
                 *(driver, self.name, direction, moves, event, event if captured is None else captured),
-                *(marks, () if order is None else order.layers, self._staging.delayed),
+                *(marks, order, self._staging.delayed),
             )
             self._hazards.add(Submission(direction, event, moves, keep), ticket)
             return ticket

@@ -102,8 +102,8 @@ PW_KERNEL load_layer_pages(
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32* done) {
   for (u32 n = 0; n < steps; ++n) {
-    ONLY_kv(kv::move_step_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.steps + n * kv::columns);)
-    ONLY_state(state::move_step_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.steps + n * state::columns);)
+    ONLY_kv(if (kv_ids.count != 0) kv::move_step_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.steps + n * kv::columns);)
+    ONLY_state(if (state_ids.count != 0) state::move_step_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.steps + n * state::columns);)
     pw::arrive(done, n);
   }
 }
@@ -115,8 +115,8 @@ PW_KERNEL load_layer_tokens(
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32* done) {
   for (u32 n = 0; n < steps; ++n) {
-    ONLY_kv(if (kv_ids.by_token) kv::move_step_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.steps + n * kv::columns); else kv::move_step_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.steps + n * kv::columns);)
-    ONLY_state(state::move_step_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.steps + n * state::columns);)
+    ONLY_kv(if (kv_ids.by_token) kv::move_step_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.steps + n * kv::columns); else if (kv_ids.count != 0) kv::move_step_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.steps + n * kv::columns);)
+    ONLY_state(if (state_ids.count != 0) state::move_step_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.steps + n * state::columns);)
     pw::arrive(done, n);
   }
 }

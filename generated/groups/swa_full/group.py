@@ -8,7 +8,8 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-from poolwright.runtime.group import GroupBytes, GroupSpec, HostPoolGroup, MemberSpec
+from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.group_plan import GroupBytes, GroupSpec, MemberSpec
 
 from ...pools.mha.pool import MHATokenToKVPoolHost
 
