@@ -171,7 +171,7 @@ PW_FN void move_step_pages(const View& view, const pw::PageIds& ids, const u32 c
 }
 
 // Numbers of a step in layer order: the position in layers, whether the rest moves.
-constexpr u32 columns = 2;
+[[maybe_unused]] constexpr u32 columns = 2;
 
 #ifndef PW_GROUP  // a group has kernels of its own
 

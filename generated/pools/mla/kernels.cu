@@ -150,7 +150,7 @@ PW_FN void move_step_tokens(const View& view, const pw::TokenIds& ids, const u32
 }
 
 // Numbers of a step in layer order: the position in layers.
-constexpr u32 columns = 1;
+[[maybe_unused]] constexpr u32 columns = 1;
 
 #ifndef PW_GROUP  // a group has kernels of its own
 
