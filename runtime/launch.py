@@ -11,7 +11,6 @@ import functools
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -27,17 +26,12 @@ _IDS = struct.Struct("IIIIQQQqQ")
 """`Ids` in prim.h."""
 
 
-class Part(NamedTuple):
-    """What a launch moves of one pool; `steps`: in layer order, as these say."""
-
-    member: int
-    place: Place
-    batch: Batch
-    steps: Steps | None = None
+Part = tuple[int, Place, Batch, Steps | None]
+"""What a launch moves of one pool: its number, where its host pages lie, ids, in layer order as steps say."""
 
 
 class _Block:
-    """Parameters of one pool. `most`: ids that one launch can count, by unit; in layer order."""
+    """Parameters of one pool. `most`, `most_layered`: ids that one launch can count, by unit."""
 
     def __init__(self, member: Member, align: int) -> None:
         table = 0 if member.table is None else member.table.address
@@ -46,11 +40,11 @@ class _Block:
         self.page_size = member.program.sizes["page_size"]
         self.view = (ctypes.c_int64 * (3 + count))(_signed(table), 0, 0, *strides)
         self.ids = (ctypes.c_uint8 * _IDS.size)()
-        self.most = {
-            (unit, layered): member.program.ids_per_launch(unit, layered, align)
-            for unit in ("pages", "tokens")
+        self.place: Place | None = None  # the one in `view`
+        self.most, self.most_layered = (
+            {unit: member.program.ids_per_launch(unit, layered, align) for unit in ("pages", "tokens")}
             for layered in (False, True)
-        }
+        )
 
 
 class Launcher:
@@ -69,7 +63,7 @@ class Launcher:
         blocks = [each for block in inside for each in (block.view, block.ids)]
         self._bulk = Parameters(*blocks, self._few)
         self._layered = Parameters(*blocks, self._few, self._steps, self._done)
-        self._ready: dict[tuple[str, str], Callable[[Stream], None]] = {}
+        self._ready: dict[tuple[str, str, bool, str], Callable[[Stream], None]] = {}
         self._used: list[_Block] = []
         self._arrivals = dict(kernels.grid)
 
@@ -88,14 +82,16 @@ class Launcher:
         Returns how many blocks count each step. `keep` takes what must stay alive until the launch has
         run, also when it fails.
         """
-        layered = parts[0].steps is not None
-        for block in self._used:
-            ctypes.memset(block.ids, 0, _IDS.size)
-        self._used = [self._blocks[part.member] for part in parts]
+        layered = parts[0][3] is not None
+        used = [self._blocks[part[0]] for part in parts]
+        if used != self._used:
+            for block in self._used:
+                ctypes.memset(block.ids, 0, _IDS.size)
+            self._used = used
         few, unit = 0, "pages"
-        for (_, place, batch, order), block in zip(parts, self._used, strict=True):
+        for (_, place, batch, order), block in zip(parts, used, strict=True):
             count = len(batch.host)
-            here = self._steps_of(order, stream, keep) if layered else 0
+            here = 0 if order is None else self._steps_of(order, stream, keep)
             if batch.unit == "pages" and batch.on_device is None and few + 2 * count <= FEW:
                 _packer(2 * count)(self._few, 4 * few, *batch.host, *batch.device)
                 _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
@@ -103,20 +99,25 @@ class Launcher:
             else:
                 count = self._listed(block, batch, here, stream, keep)
                 unit = "tokens" if batch.unit == "tokens" else unit
-            if count > block.most[batch.unit, layered]:
+            if count > (block.most_layered if layered else block.most)[batch.unit]:
                 raise PoolError(
                     f"{count} {batch.unit} are more than one launch can count; move fewer at once"
                 )
-            block.view[1], block.view[2] = place
+            if block.place is not place:
+                block.view[1], block.view[2] = block.place = place
         if layered:
             self._steps.value, self._done.value = steps, done
-        name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
-        launch = self._ready.get((name, purpose))
+        launch = self._ready.get((direction, purpose, layered, unit))
         if launch is None:
-            params = self._layered if layered else self._bulk
-            launch = self._ready[name, purpose] = self._kernels.prepare(name, purpose, params)
+            launch = self._prepare(direction, purpose, layered, unit)
         launch(stream)
         return self._arrivals[purpose]
+
+    def _prepare(self, direction: str, purpose: str, layered: bool, unit: str) -> Callable[[Stream], None]:
+        name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
+        made = self._kernels.prepare(name, purpose, self._layered if layered else self._bulk)
+        self._ready[direction, purpose, layered, unit] = made
+        return made
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
@@ -137,9 +138,8 @@ class Launcher:
         _IDS.pack_into(block.ids, 0, count, 0, 1, wide, memory.address, second, address, step, steps)
         return count
 
-    def _steps_of(self, steps: Steps | None, stream: Stream, keep: list[object]) -> int:
+    def _steps_of(self, steps: Steps, stream: Stream, keep: list[object]) -> int:
         """Where the device has the numbers. They are written once, in the stream of every later load."""
-        assert steps is not None
         keep.append(steps)
         if steps.memory is None:
             memory = self._driver.allocate(4 * max(len(steps.numbers), 1))

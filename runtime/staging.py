@@ -7,16 +7,15 @@ into longer ones. While the copy engine empties one slot, kernels fill the next.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from poolwright.runtime.description import PageRanges
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
-from poolwright.runtime.moves import Member, Move, Place, Ring
+from poolwright.runtime.moves import Member, Move, Ring
 
 SLOTS = 2
 SMALLEST_CHUNK = 2 << 20
@@ -39,6 +38,7 @@ class _Stage:
     def __init__(self, member: Member, ring: Ring) -> None:
         self.member, self.ring = member, ring
         self.page_bytes = max(member.layout.page_bytes, 1)
+        self.slots = [ring.slot(number) for number in range(SLOTS)]
         inside = member.program.host(ring.slot_pages)
         self.spans = tuple(
             _Span(member.place.address + here, there, outer.nbytes)
@@ -47,36 +47,46 @@ class _Stage:
             for here, there in zip(_starts(outer), _starts(inner), strict=True)
         )
 
-    def chunks(self, batch: Batch, capture: bool) -> Iterator[Batch]:
-        """Parts of a batch that fit a slot, in the order of their host pages, so that runs merge.
+    def chunks(self, batch: Batch, capture: bool) -> Iterator[tuple[list[int], Batch]]:
+        """Parts of a batch that fit a slot: host pages, and the ids with positions in the slot for them.
 
-        Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
+        They come in the order of their host pages, so that runs merge. Rows that wait to be captured fill
+        whole slots: the ring takes in all that it can hold at once.
         """
-        count, size = len(batch.host), self.ring.slot_pages
+        host, device, on_device = batch.host, batch.device, batch.on_device
+        count, size = len(host), self.ring.slot_pages
         if not capture:
             wanted = max(SMALLEST_CHUNK, count * self.page_bytes // CHUNKS) // self.page_bytes
             size = max(1, min(size, wanted))
-        if batch.on_device is not None:
-            span = len(batch.on_device) // count
-            for i in range(0, count, size):
-                part = batch.on_device[i * span : (i + size) * span]
-                yield batch._replace(host=batch.host[i : i + size], on_device=part)
-            return
-        order = sorted(range(count), key=batch.host.__getitem__)
-        host = [batch.host[i] for i in order]
-        device = [batch.device[i] for i in order]
+        if on_device is None and (ordered := sorted(host)) != host:
+            places = sorted(range(count), key=host.__getitem__)
+            host, device = ordered, [device[place] for place in places]
+        span = 0 if on_device is None else len(on_device) // count
         for i in range(0, count, size):
-            yield batch._replace(host=host[i : i + size], device=device[i : i + size])
+            pages = host[i : i + size]
+            part = on_device if on_device is None else on_device[i * span : (i + size) * span]
+            inside = list(range(len(pages)))
+            yield pages, Batch(batch.unit, inside, device[i : i + size], set(), None, part)
+
+    def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
+        """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
+        runs = _runs(pages)
+        for span in self.spans:
+            size, start, inside = span.nbytes, span.host, base + span.slot
+            chunk.host += [start + first * size for first, _, _ in runs]
+            chunk.slot += [inside + at * size for _, at, _ in runs]
+            chunk.sizes += [count * size for _, _, count in runs]
 
 
 @dataclass
 class _Chunk:
     """One launch and one batch of copies: what goes through one slot of every pool."""
 
-    parts: list[Part]
-    host: array[int]
-    slot: array[int]
-    sizes: array[int]
+    slot_number: int
+    parts: list[Part] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
 
 class Staging:
@@ -114,7 +124,8 @@ class Staging:
         self.delayed = sum(
             max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
         )
-        for slot, chunk in self._chunks(moves, capturing=True):
+        for chunk in self._chunks(moves, capturing=True):
+            slot = chunk.slot_number
             free = self._free[slot]
             if free is not None:
                 driver.wait(stream, free)
@@ -131,7 +142,8 @@ class Staging:
         """Copy in `copies`, scatter in `stream`."""
         driver = self._driver
         driver.wait(copies, driver.record(stream))
-        for slot, chunk in self._chunks(moves, capturing=False):
+        for chunk in self._chunks(moves, capturing=False):
+            slot = chunk.slot_number
             free = self._free[slot]
             if free is not None:
                 driver.wait(copies, free)
@@ -144,8 +156,8 @@ class Staging:
         """Use no slot before `event`, which is behind everything submitted so far."""
         self._free[:] = [event] * SLOTS
 
-    def _chunks(self, moves: Sequence[Move], capturing: bool) -> Iterator[tuple[int, _Chunk]]:
-        """(slot, what goes through it) for each turn: the next part of every move that has one left."""
+    def _chunks(self, moves: Sequence[Move], capturing: bool) -> Iterator[_Chunk]:
+        """What goes through each slot in turn: the next part of every move that has one left."""
         stages = [self._stages[move.member] for move in moves]
         lists = [
             stage.chunks(move.batch, capturing and stage.member.in_place)
@@ -153,23 +165,13 @@ class Staging:
         ]
         for turn in zip_longest(*lists):
             slot, self._turn = self._turn, (self._turn + 1) % SLOTS
-            chunk = _Chunk([], array("Q"), array("Q"), array("Q"))
+            chunk = _Chunk(slot)
             for stage, move, part in zip(stages, moves, turn, strict=True):
                 if part is not None:
-                    _into(chunk, move.member, stage, part, stage.ring.slot(slot))
-            yield slot, chunk
-
-
-def _into(chunk: _Chunk, number: int, stage: _Stage, batch: Batch, place: Place) -> None:
-    """Add a part of one pool to a chunk: positions in the slot for host pages, copies of merged runs."""
-    inside = batch._replace(host=list(range(len(batch.host))))
-    chunk.parts.append(Part(number, place, inside))
-    runs = _runs(batch.host)
-    for span in stage.spans:
-        base = place.address + span.slot
-        chunk.host.extend([span.host + first * span.nbytes for first, _, _ in runs])
-        chunk.slot.extend([base + at * span.nbytes for _, at, _ in runs])
-        chunk.sizes.extend([count * span.nbytes for _, _, count in runs])
+                    place = stage.slots[slot]
+                    chunk.parts.append((move.member, place, part[1], None))
+                    stage.copies(chunk, part[0], place.address)
+            yield chunk
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -16,7 +16,6 @@ import torch
 from poolwright.generated import KdaStatePoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.indices import Batch
-from poolwright.runtime.launch import Part
 from poolwright.runtime.pool import HostPool
 
 pytestmark = pytest.mark.gpu
@@ -448,7 +447,7 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
             with torch.cuda.stream(compute):
                 temporal[:, 1].fill_(step + page)
             batch = Batch("pages", [page], [1], {page}, {1})
-            launcher.launch("write_back", "gather", [Part(0, place, batch)], copies.cuda_stream, [])
+            launcher.launch("write_back", "gather", [(0, place, batch, None)], copies.cuda_stream, [])
         torch.cuda.synchronize()
         found += torn(pool, step, pool.page_num)
         step += pool.page_num
