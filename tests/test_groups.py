@@ -7,6 +7,7 @@ simulated driver.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -648,6 +649,37 @@ def test_group_specs_stay_short() -> None:
         assert len(file.read_text().splitlines()) <= 30
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("show", "qwen3_next"), "state  kda_state  its own  linear_attention_layers  0.3"),
+        (
+            ("explain", "target_draft"),
+            "takes the ids of target, has as many pages, and is moved in every call",
+        ),
+        (("build", "qwen3_next", "--check"), "up to date: "),
+        (("verify", "target_draft", "--quick"), "target_draft all pools"),
+        (("compile", "swa_full"), "swa_full-lanes"),
+    ],
+)
+def test_commands_know_groups(codegen: Any, words: tuple[str, ...], expected: str) -> None:
+    done = codegen(*words, cwd=Path(__file__).resolve().parents[1])
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_a_group_is_compiled_for_the_sizes_of_a_file(codegen: Any, tmp_path: Path) -> None:
+    sizes = {**DRAFT, "target": {**KV, "dtype": "bfloat16"}, "draft": {**KV, "dtype": "float16"}}
+    file = tmp_path / "sizes.json"
+    file.write_text(json.dumps(sizes))
+    root = Path(__file__).resolve().parents[1]
+    done = codegen("compile", "target_draft", "--sizes", str(file), cwd=root)
+    assert done.returncode == 0 and "target_draft-lanes" in done.stdout, done.stderr
+    file.write_text(json.dumps({**sizes, "target": {**KV, "dtype": "bf16"}}))
+    done = codegen("compile", "target_draft", "--sizes", str(file), cwd=root)
+    assert done.returncode == 1 and "dtype: expected a dtype such as bfloat16, got 'bf16'" in done.stderr
+
+
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 
@@ -658,7 +690,7 @@ def test_kernels_of_groups_compile(turn: int, name: str) -> None:
         "NVRTC is missing: pip install '.[test]'"
     )
     kind, arch = generated.group_class(name), ARCHS[turn % len(ARCHS)]
-    every = group_cases.programs(kind, group_cases.group_sample(kind, group_cases.NAMES[turn % 2]))
+    every = group_cases.programs(kind, group_cases.group_sample(kind, group_cases.NAMES[turn % 2]).given)
     anchor = {kind.spec.anchor: every.members[kind.spec.anchor]}
     for members in (every.members, anchor):
         made = replace(every, members=members)

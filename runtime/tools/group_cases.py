@@ -76,9 +76,13 @@ def pages(kind: type[HostPoolGroup], count: int) -> dict[str, int]:
     return {name: count for name, one in kind.spec.members.items() if one.index is None}
 
 
-def programs(kind: type[HostPoolGroup], sample: GroupSample) -> GroupProgram:
-    """What is compiled for these sizes."""
-    need = kind.required_bytes(**sample.given, capacity_pages=pages(kind, 1))  # type: ignore[attr-defined]
+def programs(kind: type[HostPoolGroup], given: Mapping[str, Any]) -> GroupProgram:
+    """What is compiled for these arguments of the constructor; without a capacity all pools are on."""
+    capacity = ("capacity_pages", "capacity_bytes", "budget")
+    sizes = dict(given) if set(capacity) & set(given) else {**given, "capacity_pages": pages(kind, 1)}
+    for name in ("device", "require", "hugepages"):
+        sizes.pop(name, None)
+    need = kind.required_bytes(**sizes)  # type: ignore[attr-defined]
     found: dict[str, SizedProgram] = {name: pool.program for name, pool in need.pools.items()}
     return GroupProgram(kind.spec.name, folder_of(kind), kind.spec.parts, found)
 

@@ -165,7 +165,7 @@ def precompile(wanted: Sequence[Target | GroupTarget]) -> int:
     units = []
     for target in wanted:
         if isinstance(target, GroupTarget):
-            group = group_cases.programs(target.kind, target.sample)
+            group = group_cases.programs(target.kind, target.sample.given)
             units += [group.unit("lanes", 16)]
             units += [program.unit("atoms", 16) for program in group.programs if program.device]
             continue
