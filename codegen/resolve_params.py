@@ -24,7 +24,8 @@ def params(ctx: Context) -> tuple[ir.Param, ...]:
                 equals = _equals(ctx, name, param.equals)
         free = param.min is None and param.one_of is None and param.equals is None
         one_of = tuple(param.one_of or ())
-        result.append(ir.Param(name, 0 if free else param.min, param.max, one_of, equals, param.list_))
+        least = 0 if free else param.min
+        result.append(ir.Param(name, least, param.max, one_of, equals, param.list_, param.default))
     return tuple(result)
 
 

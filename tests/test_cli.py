@@ -285,7 +285,7 @@ def test_show_without_numbers_is_symbolic(filled: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "symbolic; give numbers with --set name=value" in out
     assert "kv_lora_rank + qk_rope_head_dim" in out
-    assert out.count("one: form per_layer, layout ") == 4
+    assert out.count("one: form per_layer, layout ") == 5
 
 
 def test_show_as_text(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

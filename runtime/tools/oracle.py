@@ -105,7 +105,8 @@ def _component(
         align = size_of(component.align, sizes)
     absent = component.present is not None and not sizes[component.present]
     itemsize = 0 if absent else dtype.itemsize
-    return Part(component.name, component.ident, tuple(axes), itemsize, 1 if absent else align, dtype)
+    empty = absent or any(extent == 0 for name, extent in axes if name not in ("token", "layer"))
+    return Part(component.name, component.ident, tuple(axes), itemsize, 1 if empty else align, dtype)
 
 
 def _record(
