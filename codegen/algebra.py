@@ -101,9 +101,8 @@ def may_be_empty(pool: Pool, component: Component) -> bool:
     if component.when is not None:
         return True
     known = bounds(pool)
-    even = frozenset(
-        cond.left for cond in pool.require if cond.right == ZERO and cond.left and cond.op == "=="
-    )
+    zeros = [cond.left for cond in pool.require if cond.op == "==" and cond.right == ZERO]
+    even = frozenset(value for value in zeros if value is not None)
     return any(expr.interval(dim.size, known, even)[0] < 1 for dim in component.dims)
 
 

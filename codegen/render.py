@@ -54,7 +54,8 @@ def render(lowered: Sequence[Lowered], groups: Sequence[Group] = ()) -> dict[str
         files |= render_pool(one)
     pools = sorted((one.pool.name, one.pool.class_name) for one in lowered)
     header = HEADER.format(source="specs")
-    files["__init__.py"] = _render("registry.py.jinja", header=header, pools=pools, classes=sorted(name for _, name in pools))
+    classes = sorted(name for _, name in pools)
+    files["__init__.py"] = _render("registry.py.jinja", header=header, pools=pools, classes=classes)
     files["pools/__init__.py"] = f'# {header}\n"""Generated pools, one package each."""\n'
     files["py.typed"] = ""
     return files
