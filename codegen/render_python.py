@@ -267,7 +267,8 @@ def _spec(lowered: Lowered) -> list[str]:
     for choice in lower.choices(pool):
         lines.append(f"    {_strings(value for _, value in choice)}: {family_function(choice)},")
     lines.append("},")
-    lines.append("parts=" + _strings(render_cpp.parts(render_cpp.walks(lowered))) + ",")
+    kernels = render_cpp.parts(render_cpp.walks(lowered)) if pool.components else []
+    lines.append(f"parts={_strings(kernels)},")
     lines += _rest(pool)
     return lines
 

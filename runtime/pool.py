@@ -79,12 +79,12 @@ class HostPool:
         _whole(self.spec, "staging_bytes", staging_bytes, 0)
         if capture_bytes is not None:
             _whole(self.spec, "capture_bytes", capture_bytes, 0)
-        lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
-        self.layers = lists["layers"]
+        self.lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
+        self.layers = self.lists["layers"]
         self.layout, self.form, self.page_size = layout, form, page_size
         self.dtypes = dict(dtypes)
         self.device = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
-        self.program = self.sized(params, dtypes, lists, variants, page_size, layout, form)
+        self.program = self.sized(params, dtypes, self.lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
         self.page_num = _capacity(self.spec, self.program, capacity_pages, capacity_bytes)
         self.size = self.page_num * page_size
@@ -244,7 +244,7 @@ class HostPool:
         component and dimension, for a missing component and for a tensor that belongs to none.
         """
         self._alive()
-        bound = self._backend.bind(self, tensors, self.layers if layer_ids is None else tuple(layer_ids))
+        bound = self._backend.bind(self, tensors, None if layer_ids is None else tuple(layer_ids))
         self._backend.compile(bound.align)
         self._transfers.bind(bound, self._backend.engine())
         self._bound = bound

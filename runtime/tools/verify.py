@@ -140,6 +140,8 @@ def precompile(wanted: Sequence[Target]) -> int:
     units = []
     for target in wanted:
         program = cases.sized(target.pool_class, target.sample, target.form, target.layout)
+        if not program.device:
+            continue  # no bytes, no code
         alignments = {16, math.gcd(16, target.sample.shift)}  # a pool is built for 16, then for its tensors
         units += [program.unit(kind, align) for kind in KINDS for align in alignments]
     units = list(dict.fromkeys(units))

@@ -75,7 +75,7 @@ SPEC = PoolSpec(
     extents={
         (): extents,
     },
-    parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens"),
+    parts=(),
 )
 
 
