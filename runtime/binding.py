@@ -303,8 +303,8 @@ class Found:
 def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 0, tokens: int = 1) -> Found:
     """How the tensor is what was expected. Page 0 starts at row `first_row`, `tokens` rows are a page.
 
-    Neighbouring axes may be merged, axes of extent 1 may be there or not, there may be more rows than
-    pages need. Raises ValueError naming the dimension, what was expected and what was got.
+    Neighbouring axes may be merged or one taken apart, axes of extent 1 may be there or not, there may be
+    more rows than pages need. Raises ValueError naming the dimension, what was expected and what was got.
     """
     if expected.dtype is not None and tensor.dtype != expected.dtype:
         raise ValueError(f"{pool}: {expected.name}: dtype: expected {expected.dtype}, got {tensor.dtype}")
@@ -327,6 +327,10 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 
                 pages, extent = extent, 1
                 rows = rows if rows is not None and rows[0] == index else None
                 continue
+            while extent < want and dims and dims[-1][2] == extent * step:
+                extent *= dims.pop()[1]  # one axis in several dimensions
+                if extent > want:
+                    raise _shape(pool, expected, tensor)
             whole_pages_next = bool(axes) and axes[-1][1] is None  # so rows may be left over
             if want == 0 or (extent % want and not whole_pages_next):
                 raise _shape(pool, expected, tensor)

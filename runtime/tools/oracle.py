@@ -202,7 +202,9 @@ def _open_records(
     """Records taken apart into their components; what has no bytes is left out."""
     opened = [at for at in found if at.name not in {record.name for record in spec.records}]
     for record in spec.records:
-        whole = next(at for at in found if at.name == record.name)
+        whole = next((at for at in found if at.name == record.name), None)
+        if whole is None:
+            continue  # no component of it is there
         rows, outer = whole.at.squeeze(-1), whole.axes[:-2]
         for member in _members(spec, record, sizes, dtypes, variants):
             opened.append(Bytes(member.name, (*outer, *member.axes[1:]), rows[..., member.at[0]]))

@@ -55,9 +55,10 @@ def samples(pool_class: type[HostPool], turn: int = 0) -> tuple[Sample, ...]:
     return tuple(found)
 
 
-def unaligned(sample: Sample) -> Sample:
-    """The sample with device tensors that start at odd multiples of their itemsize."""
-    shift = max((dtype.itemsize for dtype in sample.dtypes.values()), default=8)
+def unaligned(spec: PoolSpec, sample: Sample) -> Sample:
+    """The sample with device tensors that start at odd multiples of the largest itemsize."""
+    fixed = [dtype_named(c.dtype) for c in spec.components if c.dtype is not None and not c.held]
+    shift = max((dtype.itemsize for dtype in (*sample.dtypes.values(), *fixed)), default=1)
     return replace(sample, name="unaligned", shift=shift)
 
 

@@ -109,7 +109,7 @@ def targets(
                 if quick:
                     tried = tried[turn % 2 :: 2]
                 elif turn == 0:
-                    tried = (*tried, unaligned(tried[-1]))
+                    tried = (*tried, unaligned(spec, tried[-1]))
                 found += [Target(pool_class, a_form, a_layout, sample) for sample in tried]
     if not found:
         pairs = ", ".join(f"{f}/{y}" for n in names for f, y in generated.pool_class(n).spec.programs)
