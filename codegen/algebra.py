@@ -225,7 +225,7 @@ def _left(parts: Sequence[Part], expanded: Sequence[tuple[str, ...]]) -> tuple[s
 
 
 def _extent(part: Part, axis: str) -> str:
-    return expr.to_python(part.sizes[axis]) if axis in part.axes else "no such axis"
+    return expr.to_text(part.sizes[axis]) if axis in part.axes else "no such axis"
 
 
 def _round_to_largest(end: Expr, parts: Sequence[Part]) -> Expr:

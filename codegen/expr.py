@@ -306,6 +306,19 @@ def to_cpp(expr: Expr, *, name: Callable[[str], str] = str) -> str:
     return _print(expr, name, _cpp_call, None, None)
 
 
+def to_text(expr: Expr) -> str:
+    """The expression as a spec writes it."""
+    return _print(expr, str, lambda op, left, right: f"{op}({left}, {right})", "//", "%")
+
+
+def cond_to_text(cond: Cond) -> str:
+    """The condition as a spec writes it."""
+    if cond.op == "and":
+        return " and ".join(cond_to_text(part) for part in cond.parts)
+    assert cond.left is not None and cond.right is not None
+    return f"{to_text(cond.left)} {cond.op} {to_text(cond.right)}"
+
+
 def cond_to_python(cond: Cond, *, name: Callable[[str], str] = str) -> str:
     if cond.op == "and":
         return " and ".join(cond_to_python(part, name=name) for part in cond.parts)

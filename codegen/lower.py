@@ -234,6 +234,8 @@ def _program(
 def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[tuple[Side, tuple[str, ...]], ...]:
     """The device side of every part and its axes right of `component`, in the order of `parts`."""
     together = not {"component", "record"} & set(form.tensors)
+    if together and "layer" in form.tensors:
+        _check_one_list(pool, form, parts)
     order = tuple(axis for axis in form.order if axis not in form.tensors)
     inside = tuple(_without(part, form.tensors) for part in parts)
     block: Expr | None = None
@@ -253,6 +255,20 @@ def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[tuple[Sid
     if together and len(parts) > 1 and _component_left_of_page(form):
         _check_equal_blocks(pool, form, parts)
     return sides
+
+
+def _check_one_list(pool: Pool, form: Form, parts: tuple[Part, ...]) -> None:
+    """Tensors that every layer has one of hold components of the same layers."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.layers != first.layers:
+            raise LowerError(
+                pool,
+                f"device.{form.name}.tensors",
+                f"form {form.name}: one tensor a layer holds {first.name} and {part.name}, so both must have "
+                f"the same layers, not {first.layers or 'none'} and {part.layers or 'none'}; "
+                f"index tensors by component",
+            )
 
 
 def _without(part: Part, tensors: tuple[str, ...]) -> Part:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from poolwright.codegen import expr, ir
-from poolwright.codegen.collect import check_list
+from poolwright.codegen.collect import check_distinct
 from poolwright.codegen.context import Context
 from poolwright.codegen.expr import Cond
 from poolwright.codegen.names import name_problem, shorten, suggest
@@ -71,7 +71,7 @@ def _check_count(ctx: Context) -> None:
 def _forms(ctx: Context, placement: Placement, trusted: bool) -> tuple[ir.Form, ...]:
     result = []
     if not ctx.spec.device:
-        ctx.checks.name(("device",), "expected at least one device form", key=False)
+        ctx.checks.name(("device",), "missing key 'device': components need a device form", key=False)
     for name, form in ctx.spec.device.items():
         at: Path = ("device", name)
         ctx.checks.name(at, name_problem(name))
@@ -92,8 +92,10 @@ def _layouts(
     ctx: Context, known: Mapping[str, ir.Layout], placement: Placement, trusted: bool
 ) -> tuple[ir.Layout, ...]:
     result = []
+    if not ctx.spec.layouts:
+        ctx.checks.name(("layouts",), "missing key 'layouts': components need a host layout", key=False)
     with ctx.checks.part():
-        check_list(ctx.checks, ctx.spec.layouts, ("layouts",))
+        check_distinct(ctx.checks, ctx.spec.layouts, ("layouts",))
     for index, name in enumerate(ctx.spec.layouts):
         with ctx.checks.part():
             if name not in known:

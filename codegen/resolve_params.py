@@ -54,6 +54,10 @@ def dtypes(ctx: Context) -> tuple[tuple[str, tuple[str, ...]], ...]:
             check_list(ctx.checks, names, ("dtypes", group))
             for index, dtype in enumerate(names):
                 check_dtype(ctx, dtype, ("dtypes", group, index), ())
+            if group in ctx.spec.params:
+                ctx.checks.fail(
+                    ("dtypes", group), f"{group!r} is a parameter already: take another name", key=True
+                )
             if group not in used:
                 ctx.checks.fail(("dtypes", group), f"no component uses dtype group {group!r}", key=True)
     return tuple((group, tuple(names)) for group, names in ctx.spec.dtypes.items())

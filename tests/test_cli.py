@@ -191,7 +191,9 @@ def test_other_command_lines_go_to_the_application(words: list[str]) -> None:
 
 
 def test_class_names() -> None:
-    assert class_name("my_pool") == "MyPoolPoolHost"
+    assert class_name("my_pool") == "MyPoolHost"
+    assert class_name("pool") == "PoolHost"
+    assert class_name("kda_state") == "KdaStatePoolHost"
     assert class_name("mla2") == "Mla2PoolHost"
 
 

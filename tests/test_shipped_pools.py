@@ -185,7 +185,7 @@ def test_what_a_model_lacks_takes_no_bytes_and_no_tensor() -> None:
     """A model of convolutions alone: no recurrent state, one convolution, one side state."""
     given: dict[str, Any] = {"heads": 2, "head_dim": 3, "state_size": 0, "kernel": 4}
     given |= {"ssm_dtype": F32, "conv_dtype": BF16, "side_dtype": torch.int64}
-    pool = build("mamba", 2, **given, conv_dim=[5], side=[3], layout="page_record")
+    pool = build("mamba", 2, **given, conv_dim=[5], side_size=[3], layout="page_record")
     assert pool.page_bytes == 2 * 5 * 3 * 2 + 4 + 3 * 8  # 60 bytes, and the side state starts at 64
     conv, side = torch.randn(2, 4, 5, 3).to(BF16), torch.randint(0, 9, (4, 3))
     pool.bind({"temporal": torch.empty(2, 4, 2, 3, 0), "conv[0]": conv, "side[0]": side})

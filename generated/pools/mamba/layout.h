@@ -13,8 +13,8 @@ constexpr i64 conv_dim_0 = PW_conv_dim_0;
 constexpr i64 conv_dim_1 = PW_conv_dim_1;
 constexpr i64 conv_dim_2 = PW_conv_dim_2;
 constexpr i64 kernel = PW_kernel;
-constexpr i64 side_0 = PW_side_0;
-constexpr i64 side_1 = PW_side_1;
+constexpr i64 side_size_0 = PW_side_size_0;
+constexpr i64 side_size_1 = PW_side_size_1;
 constexpr i64 page_size = PW_page_size;
 constexpr i64 layers = PW_layers;
 constexpr i64 itemsize_ssm = PW_itemsize_ssm;
@@ -34,9 +34,9 @@ constexpr i64 align_conv_1 = 1 + (itemsize_conv - 1) * pw::least(extent_conv_1_c
 constexpr i64 extent_conv_2_channel = conv_dim_2;
 constexpr i64 extent_conv_2_tap = kernel - 1;
 constexpr i64 align_conv_2 = 1 + (itemsize_conv - 1) * pw::least(extent_conv_2_channel * extent_conv_2_tap, 1);
-constexpr i64 extent_side_0_item = side_0;
+constexpr i64 extent_side_0_item = side_size_0;
 constexpr i64 align_side_0 = 1 + (itemsize_side - 1) * pw::least(extent_side_0_item, 1);
-constexpr i64 extent_side_1_item = side_1;
+constexpr i64 extent_side_1_item = side_size_1;
 constexpr i64 align_side_1 = 1 + (itemsize_side - 1) * pw::least(extent_side_1_item, 1);
 
 // ---- form stacked, layout layer_first

@@ -27,7 +27,7 @@ from poolwright.runtime.pool import HostPool, RequiredBytes
 __all__ = ["MambaPoolHost"]
 
 
-def extents(*, conv_dim_0: int, conv_dim_1: int, conv_dim_2: int, head_dim: int, heads: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, kernel: int, side_0: int, side_1: int, state_size: int, **_: int) -> dict[str, int]:
+def extents(*, conv_dim_0: int, conv_dim_1: int, conv_dim_2: int, head_dim: int, heads: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, kernel: int, side_size_0: int, side_size_1: int, state_size: int, **_: int) -> dict[str, int]:
     """Extents of the element axes, and which components are there."""
     extent_temporal_head = heads
     extent_temporal_dim = head_dim
@@ -38,8 +38,8 @@ def extents(*, conv_dim_0: int, conv_dim_1: int, conv_dim_2: int, head_dim: int,
     extent_conv_1_tap = kernel - 1
     extent_conv_2_channel = conv_dim_2
     extent_conv_2_tap = kernel - 1
-    extent_side_0_item = side_0
-    extent_side_1_item = side_1
+    extent_side_0_item = side_size_0
+    extent_side_1_item = side_size_1
     return {
         "extent_temporal_head": extent_temporal_head,
         "extent_temporal_dim": extent_temporal_dim,
@@ -395,7 +395,7 @@ SPEC = PoolSpec(
         Param("state_size", min=0),
         Param("conv_dim", min=0, length=3, default=0),
         Param("kernel", min=2),
-        Param("side", min=0, length=2, default=0),
+        Param("side_size", min=0, length=2, default=0),
     ),
     dtypes={
         "ssm": ("float32", "bfloat16"),
@@ -442,8 +442,8 @@ class MambaPoolHost(HostPool):
     `conv[0]`: (channel=conv_dim_0, tap=kernel - 1) of dtype conv for each layer.
     `conv[1]`: (channel=conv_dim_1, tap=kernel - 1) of dtype conv for each layer.
     `conv[2]`: (channel=conv_dim_2, tap=kernel - 1) of dtype conv for each layer.
-    `side[0]`: (item=side_0) of dtype side.
-    `side[1]`: (item=side_1) of dtype side.
+    `side[0]`: (item=side_size_0) of dtype side.
+    `side[1]`: (item=side_size_1) of dtype side.
     """
 
     spec = SPEC
@@ -456,7 +456,7 @@ class MambaPoolHost(HostPool):
         state_size: int,
         conv_dim: Iterable[int] = (),
         kernel: int,
-        side: Iterable[int] = (),
+        side_size: Iterable[int] = (),
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         side_dtype: torch.dtype,
@@ -472,7 +472,7 @@ class MambaPoolHost(HostPool):
         hugepages: bool | None = None,
     ) -> None:
         super().__init__(
-            params={"heads": heads, "head_dim": head_dim, "state_size": state_size, "conv_dim": conv_dim, "kernel": kernel, "side": side},
+            params={"heads": heads, "head_dim": head_dim, "state_size": state_size, "conv_dim": conv_dim, "kernel": kernel, "side_size": side_size},
             dtypes={"ssm": ssm_dtype, "conv": conv_dtype, "side": side_dtype},
             layers={"layers": layers},
             variants={},
@@ -497,7 +497,7 @@ class MambaPoolHost(HostPool):
         state_size: int,
         conv_dim: Iterable[int] = (),
         kernel: int,
-        side: Iterable[int] = (),
+        side_size: Iterable[int] = (),
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         side_dtype: torch.dtype,
@@ -510,7 +510,7 @@ class MambaPoolHost(HostPool):
     ) -> RequiredBytes:
         """Bytes of host memory and of staging that a pool of these sizes takes, before it is built."""
         return cls._required_bytes(
-            params={"heads": heads, "head_dim": head_dim, "state_size": state_size, "conv_dim": conv_dim, "kernel": kernel, "side": side},
+            params={"heads": heads, "head_dim": head_dim, "state_size": state_size, "conv_dim": conv_dim, "kernel": kernel, "side_size": side_size},
             dtypes={"ssm": ssm_dtype, "conv": conv_dtype, "side": side_dtype},
             layers={"layers": layers},
             variants={},
