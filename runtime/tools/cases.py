@@ -73,7 +73,7 @@ class Bench:
         self._facts = (self.spec, sizes, dtypes, variants)
         self.host = oracle.host(*self._facts, layout, HOST_PAGES)
         self.device = oracle.device(
-            *self._facts, form, DEVICE_PAGES, self.pool.layers, sample.shift, self.pool.device
+            *self._facts, form, DEVICE_PAGES, self.pool.lists, sample.shift, self.pool.device
         )
         self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
         self._random = torch.Generator().manual_seed(20)
@@ -352,7 +352,8 @@ class Bench:
                 over = over.movedim(axis, 0)
                 here = here.movedim(axis, 0)
                 if case.layers is not None:
-                    chosen = [self.pool.layers.index(layer) for layer in case.layers]
+                    mine = self.pool.lists[at.layers or ""]
+                    chosen = [mine.index(layer) for layer in case.layers if layer in mine]
                     here, over = here[chosen], over[chosen]
             elif first_only:
                 continue  # a component without layers comes with the first one

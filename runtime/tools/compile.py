@@ -122,7 +122,7 @@ def _units(pool_class: type[HostPool], args: argparse.Namespace) -> list[Unit]:
             continue
         for sample in _sized(pool_class, args):
             program = cases.sized(pool_class, sample, form, layout)
-            kinds = HOST_KINDS if args.device == "cpu" else program.parts
+            kinds = HOST_KINDS if args.device == "cpu" and program.device else program.parts
             words = command(spec, sample, form, layout, args)
             found += [replace(program.unit(kind, args.align), arguments=words) for kind in kinds]
     return list(dict.fromkeys(found))

@@ -23,7 +23,10 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed: a component or a record. `axes`: (name, extent) without `page`, in logical order."""
+    """What is placed: a component or a record. `axes`: (name, extent) without `page`, in logical order.
+
+    `layers`: its layer list.
+    """
 
     name: str
     ident: str
@@ -31,6 +34,7 @@ class Part:
     itemsize: int
     align: int
     dtype: torch.dtype
+    layers: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,11 +54,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Offsets of one component's bytes, shaped as `axes` say."""
+    """Offsets of one component's bytes, shaped as `axes` say. `layers`: its layer list."""
 
     name: str
     axes: tuple[str, ...]
     at: torch.Tensor
+    layers: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,13 @@ class Host:
 class Device:
     """An arena that holds every device tensor between guards. `tensors`: what `bind` takes.
 
-    `layer_ids`: what the lists in it hold. `bytes`: offsets into the arena of all pages.
+    `layer_ids`: what the lists in it hold, None for each component's own. `bytes`: offsets into the arena of
+    all pages.
     """
 
     arena: torch.Tensor
     tensors: Mapping[str, object]
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[int, ...] | None
     bytes: tuple[Bytes, ...]
 
 
@@ -105,7 +111,10 @@ def _component(
     absent = component.present is not None and not sizes[component.present]
     itemsize = 0 if absent else dtype.itemsize
     empty = absent or any(extent == 0 for name, extent in axes if name not in ("token", "layer"))
-    return Part(component.name, component.ident, tuple(axes), itemsize, 1 if empty else align, dtype)
+    aligned = 1 if empty else align
+    return Part(
+        component.name, component.ident, tuple(axes), itemsize, aligned, dtype, layers=component.layers
+    )
 
 
 def _record(
@@ -114,7 +123,7 @@ def _record(
     first = next(c for c in spec.components if c.name == record.holds[0])
     outer = [(n, e) for n, e in _component(spec, first, sizes, dtypes).axes if n in ("token", "layer")]
     row = ("row", sizes[f"extent_{record.ident}_row"])
-    return Part(record.name, record.ident, (*outer, row), 1, 1, torch.uint8)
+    return Part(record.name, record.ident, (*outer, row), 1, 1, torch.uint8, layers=first.layers)
 
 
 def _members(
@@ -187,7 +196,8 @@ def _arrange(
     found, at = [], 0
     for part in placed:
         count = math.prod(part.shape(pages))
-        found.append(Bytes(part.name, part.names, where[at : at + count].reshape(part.shape(pages))))
+        at_part = where[at : at + count].reshape(part.shape(pages))
+        found.append(Bytes(part.name, part.names, at_part, part.layers))
         at += count
     return flat.numel(), found
 
@@ -207,7 +217,8 @@ def _open_records(
             continue  # no component of it is there
         rows, outer = whole.at.squeeze(-1), whole.axes[:-2]
         for member in _members(spec, record, sizes, dtypes, variants):
-            opened.append(Bytes(member.name, (*outer, *member.axes[1:]), rows[..., member.at[0]]))
+            axes, at_member = (*outer, *member.axes[1:]), rows[..., member.at[0]]
+            opened.append(Bytes(member.name, axes, at_member, whole.layers))
     return tuple(at for at in opened if at.at.numel())
 
 
@@ -265,16 +276,21 @@ def device(
     variants: Mapping[str, str],
     form: str,
     pages: int,
-    layers: tuple[int, ...],
+    lists: Mapping[str, tuple[int, ...]],
     shift: int = 0,
     where: str | torch.device = "cpu",
 ) -> Device:
-    """Device tensors of a form with so many pages, in one arena; each starts `shift` bytes off 16."""
+    """Device tensors of a form with so many pages, in one arena; each starts `shift` bytes off 16.
+
+    `lists`: layer ids by list.
+    """
     placed = [part for part in parts(spec, sizes, dtypes) if not part.empty]
     chosen = spec.forms[form]
     listed = "layer" in chosen.tensors
+    used = {part.layers for part in placed if part.layers is not None}
+    single = lists[min(used)] if len(used) == 1 else None
     # Engines hold more layers than one pool keeps.
-    layer_ids = (0, *layers) if listed else layers
+    layer_ids = (0, *single) if listed and single is not None else single
     arena = _Arena(shift)
     made: dict[str, list[_Tensor]] = {}
     found: list[Bytes] = []
@@ -284,8 +300,10 @@ def device(
         shape = _shape(spec, chosen, group, chosen.first_row(sizes), tokens, pages)
         name = group[0].name if apart else spec.name
         tabled = listed and "layer" in dict(group[0].axes)
-        made[name] = [shape.at(arena) for _ in (layer_ids if tabled else (0,))]
-        wanted = [made[name][layer_ids.index(layer)] for layer in layers] if tabled else made[name]
+        layers = lists[group[0].layers or ""] if tabled else ()
+        ids = (layer_ids or layers) if tabled else (0,)
+        made[name] = [shape.at(arena) for _ in ids]
+        wanted = [made[name][ids.index(layer)] for layer in layers] if tabled else made[name]
         found += shape.logical(group, wanted, tabled, pages)
     memory = torch.zeros(arena.end + GUARD, dtype=torch.uint8, device=where)
     bound = {
@@ -346,7 +364,8 @@ class _Shape:
                 if gone in axes:
                     at = at.select(axes.index(gone), position)
                     axes.remove(gone)
-            found.append(Bytes(part.name, part.names, at.permute([axes.index(axis) for axis in part.names])))
+            turned = at.permute([axes.index(axis) for axis in part.names])
+            found.append(Bytes(part.name, part.names, turned, part.layers))
         return found
 
 

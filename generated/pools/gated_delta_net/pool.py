@@ -38,41 +38,6 @@ def extents(*, k_head_dim: int, k_heads: int, kernel: int, v_head_dim: int, v_he
     }
 
 
-def host_layer_first(pages: int, *, extent_conv_channel: int, extent_conv_tap: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> HostLayout:
-    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
-    host_temporal_k = itemsize_ssm * extent_temporal_v
-    host_temporal_head = host_temporal_k * extent_temporal_k
-    host_temporal_page = host_temporal_head * extent_temporal_head
-    host_temporal_layer = host_temporal_page * pages
-    host_conv_base = align_up(host_temporal_layer * layers, itemsize_conv)
-    host_conv_channel = itemsize_conv * extent_conv_tap
-    host_conv_page = host_conv_channel * extent_conv_channel
-    host_conv_layer = host_conv_page * pages
-    return HostLayout(
-        nbytes=align_up(host_conv_base + host_conv_layer * layers, max(itemsize_ssm, itemsize_conv)),
-        page_bytes=host_temporal_page * layers + host_conv_page * layers,
-        parts=(
-            HostPart("temporal", base=0, axes=(
-                ("layer", layers, host_temporal_layer),
-                ("page", pages, host_temporal_page),
-                ("head", extent_temporal_head, host_temporal_head),
-                ("k", extent_temporal_k, host_temporal_k),
-                ("v", extent_temporal_v, itemsize_ssm),
-            )),
-            HostPart("conv", base=host_conv_base, axes=(
-                ("layer", layers, host_conv_layer),
-                ("page", pages, host_conv_page),
-                ("channel", extent_conv_channel, host_conv_channel),
-                ("tap", extent_conv_tap, itemsize_conv),
-            )),
-        ),
-        ranges=(
-            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
-            PageRanges("conv", base=host_conv_base, left=((layers, host_conv_layer),), nbytes=host_conv_page),
-        ),
-    )
-
-
 def host_page_first(pages: int, *, extent_conv_channel: int, extent_conv_tap: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first: [component, page, token, layer, element]."""
     host_temporal_k = itemsize_ssm * extent_temporal_v
@@ -141,6 +106,41 @@ def host_page_record(pages: int, *, extent_conv_channel: int, extent_conv_tap: i
     )
 
 
+def host_layer_first(pages: int, *, extent_conv_channel: int, extent_conv_tap: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> HostLayout:
+    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
+    host_temporal_k = itemsize_ssm * extent_temporal_v
+    host_temporal_head = host_temporal_k * extent_temporal_k
+    host_temporal_page = host_temporal_head * extent_temporal_head
+    host_temporal_layer = host_temporal_page * pages
+    host_conv_base = align_up(host_temporal_layer * layers, itemsize_conv)
+    host_conv_channel = itemsize_conv * extent_conv_tap
+    host_conv_page = host_conv_channel * extent_conv_channel
+    host_conv_layer = host_conv_page * pages
+    return HostLayout(
+        nbytes=align_up(host_conv_base + host_conv_layer * layers, max(itemsize_ssm, itemsize_conv)),
+        page_bytes=host_temporal_page * layers + host_conv_page * layers,
+        parts=(
+            HostPart("temporal", base=0, axes=(
+                ("layer", layers, host_temporal_layer),
+                ("page", pages, host_temporal_page),
+                ("head", extent_temporal_head, host_temporal_head),
+                ("k", extent_temporal_k, host_temporal_k),
+                ("v", extent_temporal_v, itemsize_ssm),
+            )),
+            HostPart("conv", base=host_conv_base, axes=(
+                ("layer", layers, host_conv_layer),
+                ("page", pages, host_conv_page),
+                ("channel", extent_conv_channel, host_conv_channel),
+                ("tap", extent_conv_tap, itemsize_conv),
+            )),
+        ),
+        ranges=(
+            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
+            PageRanges("conv", base=host_conv_base, left=((layers, host_conv_layer),), nbytes=host_conv_page),
+        ),
+    )
+
+
 def device_stacked(*, extent_conv_channel: int, extent_conv_tap: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form stacked: tensors [component], each [layer, page, element]."""
     device_temporal_k = itemsize_ssm * extent_temporal_v
@@ -160,18 +160,6 @@ def device_stacked(*, extent_conv_channel: int, extent_conv_tap: int, extent_tem
             ("channel", extent_conv_channel, device_conv_channel),
             ("tap", extent_conv_tap, itemsize_conv),
         )),
-    )
-
-
-def walks_stacked_layer_first(*, extent_conv_channel: int, extent_conv_tap: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[Walk, ...]:
-    """Runs between form stacked and layout layer_first."""
-    atom_temporal_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head
-    atom_conv_pages = itemsize_conv * extent_conv_tap * extent_conv_channel
-    return (
-        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
-        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
-        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
-        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
     )
 
 
@@ -202,6 +190,18 @@ def walks_stacked_page_record(*, extent_conv_channel: int, extent_conv_tap: int,
     )
 
 
+def walks_stacked_layer_first(*, extent_conv_channel: int, extent_conv_tap: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form stacked and layout layer_first."""
+    atom_temporal_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head
+    atom_conv_pages = itemsize_conv * extent_conv_tap * extent_conv_channel
+    return (
+        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
+        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
+        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
+        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
+    )
+
+
 SPEC = PoolSpec(
     name="gated_delta_net",
     source="specs/gated_delta_net.yaml",
@@ -228,14 +228,14 @@ SPEC = PoolSpec(
         "stacked": Form(("component",), ("layer", "page", "element"), device_stacked, any_stride=("page",)),
     },
     layouts={
-        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
+        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
     },
     programs={
-        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
         ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False),
         ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False),
+        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
     },
     extents={
         (): extents,
@@ -267,7 +267,7 @@ class GatedDeltaNetPoolHost(HostPool):
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         layers: Iterable[int],
-        layout: str = "layer_first",
+        layout: str = "page_first",
         form: str = "stacked",
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
@@ -306,7 +306,7 @@ class GatedDeltaNetPoolHost(HostPool):
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         layers: Iterable[int],
-        layout: str = "layer_first",
+        layout: str = "page_first",
         form: str = "stacked",
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,

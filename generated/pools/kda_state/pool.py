@@ -43,48 +43,6 @@ def extents(*, head_dim: int, heads: int, kernel: int, ngram: int, **_: int) -> 
     }
 
 
-def host_layer_first(pages: int, *, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> HostLayout:
-    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
-    host_temporal_v = itemsize_ssm * extent_temporal_k
-    host_temporal_head = host_temporal_v * extent_temporal_v
-    host_temporal_page = host_temporal_head * extent_temporal_head
-    host_temporal_layer = host_temporal_page * pages
-    host_conv_base = align_up(host_temporal_layer * layers, itemsize_conv)
-    host_conv_tap = itemsize_conv * extent_conv_channel
-    host_conv_page = host_conv_tap * extent_conv_tap
-    host_conv_layer = host_conv_page * pages
-    host_ngram_base = align_up(host_conv_base + host_conv_layer * layers, align_ngram)
-    host_ngram_page = 8 * extent_ngram_position
-    return HostLayout(
-        nbytes=align_up(host_ngram_base + host_ngram_page * pages * present_ngram, max(max(itemsize_ssm, itemsize_conv), align_ngram)),
-        page_bytes=host_temporal_page * layers + host_conv_page * layers + host_ngram_page * present_ngram,
-        parts=(
-            HostPart("temporal", base=0, axes=(
-                ("layer", layers, host_temporal_layer),
-                ("page", pages, host_temporal_page),
-                ("head", extent_temporal_head, host_temporal_head),
-                ("v", extent_temporal_v, host_temporal_v),
-                ("k", extent_temporal_k, itemsize_ssm),
-            )),
-            HostPart("conv", base=host_conv_base, axes=(
-                ("layer", layers, host_conv_layer),
-                ("page", pages, host_conv_page),
-                ("tap", extent_conv_tap, host_conv_tap),
-                ("channel", extent_conv_channel, itemsize_conv),
-            )),
-            HostPart("ngram", base=host_ngram_base, axes=(
-                ("page", pages, host_ngram_page),
-                ("position", extent_ngram_position, 8),
-            )),
-        ),
-        ranges=(
-            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
-            PageRanges("conv", base=host_conv_base, left=((layers, host_conv_layer),), nbytes=host_conv_page),
-            PageRanges("ngram", base=host_ngram_base, left=(), nbytes=host_ngram_page),
-        ),
-    )
-
-
 def host_page_first(pages: int, *, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first: [component, page, token, layer, element]."""
     host_temporal_v = itemsize_ssm * extent_temporal_k
@@ -165,6 +123,48 @@ def host_page_record(pages: int, *, align_ngram: int, extent_conv_channel: int, 
     )
 
 
+def host_layer_first(pages: int, *, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> HostLayout:
+    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
+    host_temporal_v = itemsize_ssm * extent_temporal_k
+    host_temporal_head = host_temporal_v * extent_temporal_v
+    host_temporal_page = host_temporal_head * extent_temporal_head
+    host_temporal_layer = host_temporal_page * pages
+    host_conv_base = align_up(host_temporal_layer * layers, itemsize_conv)
+    host_conv_tap = itemsize_conv * extent_conv_channel
+    host_conv_page = host_conv_tap * extent_conv_tap
+    host_conv_layer = host_conv_page * pages
+    host_ngram_base = align_up(host_conv_base + host_conv_layer * layers, align_ngram)
+    host_ngram_page = 8 * extent_ngram_position
+    return HostLayout(
+        nbytes=align_up(host_ngram_base + host_ngram_page * pages * present_ngram, max(max(itemsize_ssm, itemsize_conv), align_ngram)),
+        page_bytes=host_temporal_page * layers + host_conv_page * layers + host_ngram_page * present_ngram,
+        parts=(
+            HostPart("temporal", base=0, axes=(
+                ("layer", layers, host_temporal_layer),
+                ("page", pages, host_temporal_page),
+                ("head", extent_temporal_head, host_temporal_head),
+                ("v", extent_temporal_v, host_temporal_v),
+                ("k", extent_temporal_k, itemsize_ssm),
+            )),
+            HostPart("conv", base=host_conv_base, axes=(
+                ("layer", layers, host_conv_layer),
+                ("page", pages, host_conv_page),
+                ("tap", extent_conv_tap, host_conv_tap),
+                ("channel", extent_conv_channel, itemsize_conv),
+            )),
+            HostPart("ngram", base=host_ngram_base, axes=(
+                ("page", pages, host_ngram_page),
+                ("position", extent_ngram_position, 8),
+            )),
+        ),
+        ranges=(
+            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
+            PageRanges("conv", base=host_conv_base, left=((layers, host_conv_layer),), nbytes=host_conv_page),
+            PageRanges("ngram", base=host_ngram_base, left=(), nbytes=host_ngram_page),
+        ),
+    )
+
+
 def device_stacked(*, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form stacked: tensors [component], each [layer, page, element]."""
     device_temporal_v = itemsize_ssm * extent_temporal_k
@@ -188,20 +188,6 @@ def device_stacked(*, extent_conv_channel: int, extent_conv_tap: int, extent_ngr
             ("page", None, None),
             ("position", extent_ngram_position, 8),
         )),
-    )
-
-
-def walks_stacked_layer_first(*, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> tuple[Walk, ...]:
-    """Runs between form stacked and layout layer_first."""
-    atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head
-    atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap
-    atom_ngram_pages = 8 * extent_ngram_position
-    return (
-        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
-        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
-        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
-        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
-        Walk("ngram", "pages", atom=atom_ngram_pages, runs=present_ngram, grain=gcd(atom_ngram_pages, gcd(gcd(gcd(atom_temporal_pages * layers, itemsize_conv), atom_conv_pages * layers), align_ngram))),
     )
 
 
@@ -238,6 +224,20 @@ def walks_stacked_page_record(*, align_ngram: int, extent_conv_channel: int, ext
     )
 
 
+def walks_stacked_layer_first(*, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form stacked and layout layer_first."""
+    atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head
+    atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap
+    atom_ngram_pages = 8 * extent_ngram_position
+    return (
+        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
+        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
+        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
+        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
+        Walk("ngram", "pages", atom=atom_ngram_pages, runs=present_ngram, grain=gcd(atom_ngram_pages, gcd(gcd(gcd(atom_temporal_pages * layers, itemsize_conv), atom_conv_pages * layers), align_ngram))),
+    )
+
+
 SPEC = PoolSpec(
     name="kda_state",
     source="specs/kda_state.yaml",
@@ -264,14 +264,14 @@ SPEC = PoolSpec(
         "stacked": Form(("component",), ("layer", "page", "element"), device_stacked, any_stride=("page",)),
     },
     layouts={
-        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
+        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
     },
     programs={
-        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
         ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False),
         ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False),
+        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
     },
     extents={
         (): extents,
@@ -304,7 +304,7 @@ class KdaStatePoolHost(HostPool):
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         layers: Iterable[int],
-        layout: str = "layer_first",
+        layout: str = "page_first",
         form: str = "stacked",
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
@@ -342,7 +342,7 @@ class KdaStatePoolHost(HostPool):
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         layers: Iterable[int],
-        layout: str = "layer_first",
+        layout: str = "page_first",
         form: str = "stacked",
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,

@@ -214,84 +214,6 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
-namespace mamba::stacked_layer_first {
-
-// Every constant of the program, in the order in which pool.py has them.
-inline void describe_program(i64 pages, i64* out) {
-  out[0] = host_bytes(pages);
-  out[1] = page_bytes;
-  out[2] = host_temporal_base;
-  out[3] = host_temporal_layer(pages);
-  out[4] = host_temporal_page;
-  out[5] = host_temporal_head;
-  out[6] = host_temporal_dim;
-  out[7] = host_temporal_state;
-  out[8] = device_temporal_head;
-  out[9] = device_temporal_dim;
-  out[10] = device_temporal_state;
-  out[11] = atom_temporal_pages;
-  out[12] = runs_temporal_pages;
-  out[13] = vector_temporal_pages;
-  out[14] = atom_temporal_layer_pages;
-  out[15] = runs_temporal_layer_pages;
-  out[16] = vector_temporal_layer_pages;
-  out[17] = host_conv_0_base(pages);
-  out[18] = host_conv_0_layer(pages);
-  out[19] = host_conv_0_page;
-  out[20] = host_conv_0_channel;
-  out[21] = host_conv_0_tap;
-  out[22] = device_conv_0_channel;
-  out[23] = device_conv_0_tap;
-  out[24] = atom_conv_0_pages;
-  out[25] = runs_conv_0_pages;
-  out[26] = vector_conv_0_pages;
-  out[27] = atom_conv_0_layer_pages;
-  out[28] = runs_conv_0_layer_pages;
-  out[29] = vector_conv_0_layer_pages;
-  out[30] = host_conv_1_base(pages);
-  out[31] = host_conv_1_layer(pages);
-  out[32] = host_conv_1_page;
-  out[33] = host_conv_1_channel;
-  out[34] = host_conv_1_tap;
-  out[35] = device_conv_1_channel;
-  out[36] = device_conv_1_tap;
-  out[37] = atom_conv_1_pages;
-  out[38] = runs_conv_1_pages;
-  out[39] = vector_conv_1_pages;
-  out[40] = atom_conv_1_layer_pages;
-  out[41] = runs_conv_1_layer_pages;
-  out[42] = vector_conv_1_layer_pages;
-  out[43] = host_conv_2_base(pages);
-  out[44] = host_conv_2_layer(pages);
-  out[45] = host_conv_2_page;
-  out[46] = host_conv_2_channel;
-  out[47] = host_conv_2_tap;
-  out[48] = device_conv_2_channel;
-  out[49] = device_conv_2_tap;
-  out[50] = atom_conv_2_pages;
-  out[51] = runs_conv_2_pages;
-  out[52] = vector_conv_2_pages;
-  out[53] = atom_conv_2_layer_pages;
-  out[54] = runs_conv_2_layer_pages;
-  out[55] = vector_conv_2_layer_pages;
-  out[56] = host_side_0_base(pages);
-  out[57] = host_side_0_page;
-  out[58] = host_side_0_item;
-  out[59] = device_side_0_item;
-  out[60] = atom_side_0_pages;
-  out[61] = runs_side_0_pages;
-  out[62] = vector_side_0_pages;
-  out[63] = host_side_1_base(pages);
-  out[64] = host_side_1_page;
-  out[65] = host_side_1_item;
-  out[66] = device_side_1_item;
-  out[67] = atom_side_1_pages;
-  out[68] = runs_side_1_pages;
-  out[69] = vector_side_1_pages;
-}
-
-}  // namespace mamba::stacked_layer_first
-
 namespace mamba::stacked_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -447,5 +369,83 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mamba::stacked_page_record
+
+namespace mamba::stacked_layer_first {
+
+// Every constant of the program, in the order in which pool.py has them.
+inline void describe_program(i64 pages, i64* out) {
+  out[0] = host_bytes(pages);
+  out[1] = page_bytes;
+  out[2] = host_temporal_base;
+  out[3] = host_temporal_layer(pages);
+  out[4] = host_temporal_page;
+  out[5] = host_temporal_head;
+  out[6] = host_temporal_dim;
+  out[7] = host_temporal_state;
+  out[8] = device_temporal_head;
+  out[9] = device_temporal_dim;
+  out[10] = device_temporal_state;
+  out[11] = atom_temporal_pages;
+  out[12] = runs_temporal_pages;
+  out[13] = vector_temporal_pages;
+  out[14] = atom_temporal_layer_pages;
+  out[15] = runs_temporal_layer_pages;
+  out[16] = vector_temporal_layer_pages;
+  out[17] = host_conv_0_base(pages);
+  out[18] = host_conv_0_layer(pages);
+  out[19] = host_conv_0_page;
+  out[20] = host_conv_0_channel;
+  out[21] = host_conv_0_tap;
+  out[22] = device_conv_0_channel;
+  out[23] = device_conv_0_tap;
+  out[24] = atom_conv_0_pages;
+  out[25] = runs_conv_0_pages;
+  out[26] = vector_conv_0_pages;
+  out[27] = atom_conv_0_layer_pages;
+  out[28] = runs_conv_0_layer_pages;
+  out[29] = vector_conv_0_layer_pages;
+  out[30] = host_conv_1_base(pages);
+  out[31] = host_conv_1_layer(pages);
+  out[32] = host_conv_1_page;
+  out[33] = host_conv_1_channel;
+  out[34] = host_conv_1_tap;
+  out[35] = device_conv_1_channel;
+  out[36] = device_conv_1_tap;
+  out[37] = atom_conv_1_pages;
+  out[38] = runs_conv_1_pages;
+  out[39] = vector_conv_1_pages;
+  out[40] = atom_conv_1_layer_pages;
+  out[41] = runs_conv_1_layer_pages;
+  out[42] = vector_conv_1_layer_pages;
+  out[43] = host_conv_2_base(pages);
+  out[44] = host_conv_2_layer(pages);
+  out[45] = host_conv_2_page;
+  out[46] = host_conv_2_channel;
+  out[47] = host_conv_2_tap;
+  out[48] = device_conv_2_channel;
+  out[49] = device_conv_2_tap;
+  out[50] = atom_conv_2_pages;
+  out[51] = runs_conv_2_pages;
+  out[52] = vector_conv_2_pages;
+  out[53] = atom_conv_2_layer_pages;
+  out[54] = runs_conv_2_layer_pages;
+  out[55] = vector_conv_2_layer_pages;
+  out[56] = host_side_0_base(pages);
+  out[57] = host_side_0_page;
+  out[58] = host_side_0_item;
+  out[59] = device_side_0_item;
+  out[60] = atom_side_0_pages;
+  out[61] = runs_side_0_pages;
+  out[62] = vector_side_0_pages;
+  out[63] = host_side_1_base(pages);
+  out[64] = host_side_1_page;
+  out[65] = host_side_1_item;
+  out[66] = device_side_1_item;
+  out[67] = atom_side_1_pages;
+  out[68] = runs_side_1_pages;
+  out[69] = vector_side_1_pages;
+}
+
+}  // namespace mamba::stacked_layer_first
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

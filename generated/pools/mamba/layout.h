@@ -39,191 +39,6 @@ constexpr i64 align_side_0 = 1 + (itemsize_side - 1) * pw::least(extent_side_0_i
 constexpr i64 extent_side_1_item = side_size_1;
 constexpr i64 align_side_1 = 1 + (itemsize_side - 1) * pw::least(extent_side_1_item, 1);
 
-// ---- form stacked, layout layer_first
-namespace stacked_layer_first {
-
-struct View {
-  const u64* tensors;
-  char* host;
-  i64 pages;
-  i64 stride_temporal_layer;  // read from the tensor at bind
-  i64 stride_temporal_page;  // read from the tensor at bind
-  i64 stride_conv_0_layer;  // read from the tensor at bind
-  i64 stride_conv_0_page;  // read from the tensor at bind
-  i64 stride_conv_1_layer;  // read from the tensor at bind
-  i64 stride_conv_1_page;  // read from the tensor at bind
-  i64 stride_conv_2_layer;  // read from the tensor at bind
-  i64 stride_conv_2_page;  // read from the tensor at bind
-  i64 stride_side_0_page;  // read from the tensor at bind
-  i64 stride_side_1_page;  // read from the tensor at bind
-};
-
-// Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_state = itemsize_ssm;
-constexpr i64 host_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 host_temporal_head = host_temporal_dim * extent_temporal_dim;
-constexpr i64 host_temporal_page = host_temporal_head * extent_temporal_head;
-PW_CONSTEXPR i64 host_temporal_layer(i64 pages) { return host_temporal_page * pages; }
-PW_CONSTEXPR i64 host_conv_0_base(i64 pages) { return pw::align_up(host_temporal_layer(pages) * layers, align_conv_0); }
-constexpr i64 host_conv_0_tap = itemsize_conv;
-constexpr i64 host_conv_0_channel = itemsize_conv * extent_conv_0_tap;
-constexpr i64 host_conv_0_page = host_conv_0_channel * extent_conv_0_channel;
-PW_CONSTEXPR i64 host_conv_0_layer(i64 pages) { return host_conv_0_page * pages; }
-PW_CONSTEXPR i64 host_conv_1_base(i64 pages) { return pw::align_up(host_conv_0_base(pages) + host_conv_0_layer(pages) * layers, align_conv_1); }
-constexpr i64 host_conv_1_tap = itemsize_conv;
-constexpr i64 host_conv_1_channel = itemsize_conv * extent_conv_1_tap;
-constexpr i64 host_conv_1_page = host_conv_1_channel * extent_conv_1_channel;
-PW_CONSTEXPR i64 host_conv_1_layer(i64 pages) { return host_conv_1_page * pages; }
-PW_CONSTEXPR i64 host_conv_2_base(i64 pages) { return pw::align_up(host_conv_1_base(pages) + host_conv_1_layer(pages) * layers, align_conv_2); }
-constexpr i64 host_conv_2_tap = itemsize_conv;
-constexpr i64 host_conv_2_channel = itemsize_conv * extent_conv_2_tap;
-constexpr i64 host_conv_2_page = host_conv_2_channel * extent_conv_2_channel;
-PW_CONSTEXPR i64 host_conv_2_layer(i64 pages) { return host_conv_2_page * pages; }
-PW_CONSTEXPR i64 host_side_0_base(i64 pages) { return pw::align_up(host_conv_2_base(pages) + host_conv_2_layer(pages) * layers, align_side_0); }
-constexpr i64 host_side_0_item = itemsize_side;
-constexpr i64 host_side_0_page = itemsize_side * extent_side_0_item;
-PW_CONSTEXPR i64 host_side_1_base(i64 pages) { return pw::align_up(host_side_0_base(pages) + host_side_0_page * pages, align_side_1); }
-constexpr i64 host_side_1_item = itemsize_side;
-constexpr i64 host_side_1_page = itemsize_side * extent_side_1_item;
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_side_1_base(pages) + host_side_1_page * pages, pw::most(pw::most(pw::most(pw::most(pw::most(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)); }
-constexpr i64 page_bytes = host_temporal_page * layers + host_conv_0_page * layers + host_conv_1_page * layers + host_conv_2_page * layers + host_side_0_page + host_side_1_page;
-
-// temporal: host [layer, page, head, dim, state], device [layer, page, head, dim, state]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_state = itemsize_ssm;
-constexpr i64 device_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 device_temporal_head = device_temporal_dim * extent_temporal_dim;
-
-// temporal, one page an id: layer runs of head x dim x state
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
-PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
-  const u32 host_page = host_id, device_page = device_id;
-  const u32 layer = run;
-  return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
-          view.host + layer * host_temporal_layer(view.pages) + host_page * host_temporal_page};
-}
-
-// temporal, one layer, one page an id: 1 runs of head x dim x state
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
-PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
-  const u32 host_page = host_id, device_page = device_id;
-  return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
-          view.host + layer * host_temporal_layer(view.pages) + host_page * host_temporal_page};
-}
-
-// conv[0]: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_0 = 1;
-constexpr i64 device_conv_0_tap = itemsize_conv;
-constexpr i64 device_conv_0_channel = itemsize_conv * extent_conv_0_tap;
-
-// conv[0], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_pages = layers;
-constexpr i64 vector_conv_0_pages = pw::vector_width(pw::gcd(atom_conv_0_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
-PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
-  const u32 host_page = host_id, device_page = device_id;
-  const u32 layer = run;
-  return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
-          view.host + host_conv_0_base(view.pages) + layer * host_conv_0_layer(view.pages) + host_page * host_conv_0_page};
-}
-
-// conv[0], one layer, one page an id: 1 runs of channel x tap
-constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_layer_pages = 1;
-constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
-PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
-  const u32 host_page = host_id, device_page = device_id;
-  return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
-          view.host + host_conv_0_base(view.pages) + layer * host_conv_0_layer(view.pages) + host_page * host_conv_0_page};
-}
-
-// conv[1]: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_1 = 2;
-constexpr i64 device_conv_1_tap = itemsize_conv;
-constexpr i64 device_conv_1_channel = itemsize_conv * extent_conv_1_tap;
-
-// conv[1], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_pages = layers;
-constexpr i64 vector_conv_1_pages = pw::vector_width(pw::gcd(atom_conv_1_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
-PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
-  const u32 host_page = host_id, device_page = device_id;
-  const u32 layer = run;
-  return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
-          view.host + host_conv_1_base(view.pages) + layer * host_conv_1_layer(view.pages) + host_page * host_conv_1_page};
-}
-
-// conv[1], one layer, one page an id: 1 runs of channel x tap
-constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_layer_pages = 1;
-constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
-PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
-  const u32 host_page = host_id, device_page = device_id;
-  return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
-          view.host + host_conv_1_base(view.pages) + layer * host_conv_1_layer(view.pages) + host_page * host_conv_1_page};
-}
-
-// conv[2]: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_2 = 3;
-constexpr i64 device_conv_2_tap = itemsize_conv;
-constexpr i64 device_conv_2_channel = itemsize_conv * extent_conv_2_tap;
-
-// conv[2], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_pages = layers;
-constexpr i64 vector_conv_2_pages = pw::vector_width(pw::gcd(atom_conv_2_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
-PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
-  const u32 host_page = host_id, device_page = device_id;
-  const u32 layer = run;
-  return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
-          view.host + host_conv_2_base(view.pages) + layer * host_conv_2_layer(view.pages) + host_page * host_conv_2_page};
-}
-
-// conv[2], one layer, one page an id: 1 runs of channel x tap
-constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_layer_pages = 1;
-constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
-PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
-  const u32 host_page = host_id, device_page = device_id;
-  return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
-          view.host + host_conv_2_base(view.pages) + layer * host_conv_2_layer(view.pages) + host_page * host_conv_2_page};
-}
-
-// side[0]: host [page, item], device [page, item]
-constexpr i64 table_side_0 = 4;
-constexpr i64 device_side_0_item = itemsize_side;
-
-// side[0], one page an id: 1 runs of item
-constexpr i64 atom_side_0_pages = itemsize_side * extent_side_0_item;
-constexpr i64 runs_side_0_pages = 1;
-constexpr i64 vector_side_0_pages = pw::vector_width(pw::gcd(atom_side_0_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0)));
-PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
-  const u32 host_page = host_id, device_page = device_id;
-  return {(char*)view.tensors[table_side_0] + device_page * view.stride_side_0_page,
-          view.host + host_side_0_base(view.pages) + host_page * host_side_0_page};
-}
-
-// side[1]: host [page, item], device [page, item]
-constexpr i64 table_side_1 = 5;
-constexpr i64 device_side_1_item = itemsize_side;
-
-// side[1], one page an id: 1 runs of item
-constexpr i64 atom_side_1_pages = itemsize_side * extent_side_1_item;
-constexpr i64 runs_side_1_pages = 1;
-constexpr i64 vector_side_1_pages = pw::vector_width(pw::gcd(atom_side_1_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0), host_side_0_page), align_side_1)));
-PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
-  const u32 host_page = host_id, device_page = device_id;
-  return {(char*)view.tensors[table_side_1] + device_page * view.stride_side_1_page,
-          view.host + host_side_1_base(view.pages) + host_page * host_side_1_page};
-}
-
-}  // namespace stacked_layer_first
-
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
 
@@ -593,5 +408,190 @@ PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_page_record
+
+// ---- form stacked, layout layer_first
+namespace stacked_layer_first {
+
+struct View {
+  const u64* tensors;
+  char* host;
+  i64 pages;
+  i64 stride_temporal_layer;  // read from the tensor at bind
+  i64 stride_temporal_page;  // read from the tensor at bind
+  i64 stride_conv_0_layer;  // read from the tensor at bind
+  i64 stride_conv_0_page;  // read from the tensor at bind
+  i64 stride_conv_1_layer;  // read from the tensor at bind
+  i64 stride_conv_1_page;  // read from the tensor at bind
+  i64 stride_conv_2_layer;  // read from the tensor at bind
+  i64 stride_conv_2_page;  // read from the tensor at bind
+  i64 stride_side_0_page;  // read from the tensor at bind
+  i64 stride_side_1_page;  // read from the tensor at bind
+};
+
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_temporal_base = 0;
+constexpr i64 host_temporal_state = itemsize_ssm;
+constexpr i64 host_temporal_dim = itemsize_ssm * extent_temporal_state;
+constexpr i64 host_temporal_head = host_temporal_dim * extent_temporal_dim;
+constexpr i64 host_temporal_page = host_temporal_head * extent_temporal_head;
+PW_CONSTEXPR i64 host_temporal_layer(i64 pages) { return host_temporal_page * pages; }
+PW_CONSTEXPR i64 host_conv_0_base(i64 pages) { return pw::align_up(host_temporal_layer(pages) * layers, align_conv_0); }
+constexpr i64 host_conv_0_tap = itemsize_conv;
+constexpr i64 host_conv_0_channel = itemsize_conv * extent_conv_0_tap;
+constexpr i64 host_conv_0_page = host_conv_0_channel * extent_conv_0_channel;
+PW_CONSTEXPR i64 host_conv_0_layer(i64 pages) { return host_conv_0_page * pages; }
+PW_CONSTEXPR i64 host_conv_1_base(i64 pages) { return pw::align_up(host_conv_0_base(pages) + host_conv_0_layer(pages) * layers, align_conv_1); }
+constexpr i64 host_conv_1_tap = itemsize_conv;
+constexpr i64 host_conv_1_channel = itemsize_conv * extent_conv_1_tap;
+constexpr i64 host_conv_1_page = host_conv_1_channel * extent_conv_1_channel;
+PW_CONSTEXPR i64 host_conv_1_layer(i64 pages) { return host_conv_1_page * pages; }
+PW_CONSTEXPR i64 host_conv_2_base(i64 pages) { return pw::align_up(host_conv_1_base(pages) + host_conv_1_layer(pages) * layers, align_conv_2); }
+constexpr i64 host_conv_2_tap = itemsize_conv;
+constexpr i64 host_conv_2_channel = itemsize_conv * extent_conv_2_tap;
+constexpr i64 host_conv_2_page = host_conv_2_channel * extent_conv_2_channel;
+PW_CONSTEXPR i64 host_conv_2_layer(i64 pages) { return host_conv_2_page * pages; }
+PW_CONSTEXPR i64 host_side_0_base(i64 pages) { return pw::align_up(host_conv_2_base(pages) + host_conv_2_layer(pages) * layers, align_side_0); }
+constexpr i64 host_side_0_item = itemsize_side;
+constexpr i64 host_side_0_page = itemsize_side * extent_side_0_item;
+PW_CONSTEXPR i64 host_side_1_base(i64 pages) { return pw::align_up(host_side_0_base(pages) + host_side_0_page * pages, align_side_1); }
+constexpr i64 host_side_1_item = itemsize_side;
+constexpr i64 host_side_1_page = itemsize_side * extent_side_1_item;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_side_1_base(pages) + host_side_1_page * pages, pw::most(pw::most(pw::most(pw::most(pw::most(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)); }
+constexpr i64 page_bytes = host_temporal_page * layers + host_conv_0_page * layers + host_conv_1_page * layers + host_conv_2_page * layers + host_side_0_page + host_side_1_page;
+
+// temporal: host [layer, page, head, dim, state], device [layer, page, head, dim, state]
+constexpr i64 table_temporal = 0;
+constexpr i64 device_temporal_state = itemsize_ssm;
+constexpr i64 device_temporal_dim = itemsize_ssm * extent_temporal_state;
+constexpr i64 device_temporal_head = device_temporal_dim * extent_temporal_dim;
+
+// temporal, one page an id: layer runs of head x dim x state
+constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
+constexpr i64 runs_temporal_pages = layers;
+constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 layer = run;
+  return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
+          view.host + layer * host_temporal_layer(view.pages) + host_page * host_temporal_page};
+}
+
+// temporal, one layer, one page an id: 1 runs of head x dim x state
+constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
+constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
+          view.host + layer * host_temporal_layer(view.pages) + host_page * host_temporal_page};
+}
+
+// conv[0]: host [layer, page, channel, tap], device [layer, page, channel, tap]
+constexpr i64 table_conv_0 = 1;
+constexpr i64 device_conv_0_tap = itemsize_conv;
+constexpr i64 device_conv_0_channel = itemsize_conv * extent_conv_0_tap;
+
+// conv[0], one page an id: layer runs of channel x tap
+constexpr i64 atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
+constexpr i64 runs_conv_0_pages = layers;
+constexpr i64 vector_conv_0_pages = pw::vector_width(pw::gcd(atom_conv_0_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
+PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 layer = run;
+  return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
+          view.host + host_conv_0_base(view.pages) + layer * host_conv_0_layer(view.pages) + host_page * host_conv_0_page};
+}
+
+// conv[0], one layer, one page an id: 1 runs of channel x tap
+constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
+constexpr i64 runs_conv_0_layer_pages = 1;
+constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
+PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
+          view.host + host_conv_0_base(view.pages) + layer * host_conv_0_layer(view.pages) + host_page * host_conv_0_page};
+}
+
+// conv[1]: host [layer, page, channel, tap], device [layer, page, channel, tap]
+constexpr i64 table_conv_1 = 2;
+constexpr i64 device_conv_1_tap = itemsize_conv;
+constexpr i64 device_conv_1_channel = itemsize_conv * extent_conv_1_tap;
+
+// conv[1], one page an id: layer runs of channel x tap
+constexpr i64 atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
+constexpr i64 runs_conv_1_pages = layers;
+constexpr i64 vector_conv_1_pages = pw::vector_width(pw::gcd(atom_conv_1_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
+PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 layer = run;
+  return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
+          view.host + host_conv_1_base(view.pages) + layer * host_conv_1_layer(view.pages) + host_page * host_conv_1_page};
+}
+
+// conv[1], one layer, one page an id: 1 runs of channel x tap
+constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
+constexpr i64 runs_conv_1_layer_pages = 1;
+constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
+PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
+          view.host + host_conv_1_base(view.pages) + layer * host_conv_1_layer(view.pages) + host_page * host_conv_1_page};
+}
+
+// conv[2]: host [layer, page, channel, tap], device [layer, page, channel, tap]
+constexpr i64 table_conv_2 = 3;
+constexpr i64 device_conv_2_tap = itemsize_conv;
+constexpr i64 device_conv_2_channel = itemsize_conv * extent_conv_2_tap;
+
+// conv[2], one page an id: layer runs of channel x tap
+constexpr i64 atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
+constexpr i64 runs_conv_2_pages = layers;
+constexpr i64 vector_conv_2_pages = pw::vector_width(pw::gcd(atom_conv_2_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
+PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 layer = run;
+  return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
+          view.host + host_conv_2_base(view.pages) + layer * host_conv_2_layer(view.pages) + host_page * host_conv_2_page};
+}
+
+// conv[2], one layer, one page an id: 1 runs of channel x tap
+constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
+constexpr i64 runs_conv_2_layer_pages = 1;
+constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
+PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
+          view.host + host_conv_2_base(view.pages) + layer * host_conv_2_layer(view.pages) + host_page * host_conv_2_page};
+}
+
+// side[0]: host [page, item], device [page, item]
+constexpr i64 table_side_0 = 4;
+constexpr i64 device_side_0_item = itemsize_side;
+
+// side[0], one page an id: 1 runs of item
+constexpr i64 atom_side_0_pages = itemsize_side * extent_side_0_item;
+constexpr i64 runs_side_0_pages = 1;
+constexpr i64 vector_side_0_pages = pw::vector_width(pw::gcd(atom_side_0_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0)));
+PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_side_0] + device_page * view.stride_side_0_page,
+          view.host + host_side_0_base(view.pages) + host_page * host_side_0_page};
+}
+
+// side[1]: host [page, item], device [page, item]
+constexpr i64 table_side_1 = 5;
+constexpr i64 device_side_1_item = itemsize_side;
+
+// side[1], one page an id: 1 runs of item
+constexpr i64 atom_side_1_pages = itemsize_side * extent_side_1_item;
+constexpr i64 runs_side_1_pages = 1;
+constexpr i64 vector_side_1_pages = pw::vector_width(pw::gcd(atom_side_1_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0), host_side_0_page), align_side_1)));
+PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_side_1] + device_page * view.stride_side_1_page,
+          view.host + host_side_1_base(view.pages) + host_page * host_side_1_page};
+}
+
+}  // namespace stacked_layer_first
 
 }  // namespace mamba

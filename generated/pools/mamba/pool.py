@@ -61,77 +61,6 @@ def extents(*, conv_dim_0: int, conv_dim_1: int, conv_dim_2: int, head_dim: int,
     }
 
 
-def host_layer_first(pages: int, *, align_conv_0: int, align_conv_1: int, align_conv_2: int, align_side_0: int, align_side_1: int, align_temporal: int, extent_conv_0_channel: int, extent_conv_0_tap: int, extent_conv_1_channel: int, extent_conv_1_tap: int, extent_conv_2_channel: int, extent_conv_2_tap: int, extent_side_0_item: int, extent_side_1_item: int, extent_temporal_dim: int, extent_temporal_head: int, extent_temporal_state: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, layers: int, **_: int) -> HostLayout:
-    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
-    host_temporal_dim = itemsize_ssm * extent_temporal_state
-    host_temporal_head = host_temporal_dim * extent_temporal_dim
-    host_temporal_page = host_temporal_head * extent_temporal_head
-    host_temporal_layer = host_temporal_page * pages
-    host_conv_0_base = align_up(host_temporal_layer * layers, align_conv_0)
-    host_conv_0_channel = itemsize_conv * extent_conv_0_tap
-    host_conv_0_page = host_conv_0_channel * extent_conv_0_channel
-    host_conv_0_layer = host_conv_0_page * pages
-    host_conv_1_base = align_up(host_conv_0_base + host_conv_0_layer * layers, align_conv_1)
-    host_conv_1_channel = itemsize_conv * extent_conv_1_tap
-    host_conv_1_page = host_conv_1_channel * extent_conv_1_channel
-    host_conv_1_layer = host_conv_1_page * pages
-    host_conv_2_base = align_up(host_conv_1_base + host_conv_1_layer * layers, align_conv_2)
-    host_conv_2_channel = itemsize_conv * extent_conv_2_tap
-    host_conv_2_page = host_conv_2_channel * extent_conv_2_channel
-    host_conv_2_layer = host_conv_2_page * pages
-    host_side_0_base = align_up(host_conv_2_base + host_conv_2_layer * layers, align_side_0)
-    host_side_0_page = itemsize_side * extent_side_0_item
-    host_side_1_base = align_up(host_side_0_base + host_side_0_page * pages, align_side_1)
-    host_side_1_page = itemsize_side * extent_side_1_item
-    return HostLayout(
-        nbytes=align_up(host_side_1_base + host_side_1_page * pages, max(max(max(max(max(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)),
-        page_bytes=host_temporal_page * layers + host_conv_0_page * layers + host_conv_1_page * layers + host_conv_2_page * layers + host_side_0_page + host_side_1_page,
-        parts=(
-            HostPart("temporal", base=0, axes=(
-                ("layer", layers, host_temporal_layer),
-                ("page", pages, host_temporal_page),
-                ("head", extent_temporal_head, host_temporal_head),
-                ("dim", extent_temporal_dim, host_temporal_dim),
-                ("state", extent_temporal_state, itemsize_ssm),
-            )),
-            HostPart("conv_0", base=host_conv_0_base, axes=(
-                ("layer", layers, host_conv_0_layer),
-                ("page", pages, host_conv_0_page),
-                ("channel", extent_conv_0_channel, host_conv_0_channel),
-                ("tap", extent_conv_0_tap, itemsize_conv),
-            )),
-            HostPart("conv_1", base=host_conv_1_base, axes=(
-                ("layer", layers, host_conv_1_layer),
-                ("page", pages, host_conv_1_page),
-                ("channel", extent_conv_1_channel, host_conv_1_channel),
-                ("tap", extent_conv_1_tap, itemsize_conv),
-            )),
-            HostPart("conv_2", base=host_conv_2_base, axes=(
-                ("layer", layers, host_conv_2_layer),
-                ("page", pages, host_conv_2_page),
-                ("channel", extent_conv_2_channel, host_conv_2_channel),
-                ("tap", extent_conv_2_tap, itemsize_conv),
-            )),
-            HostPart("side_0", base=host_side_0_base, axes=(
-                ("page", pages, host_side_0_page),
-                ("item", extent_side_0_item, itemsize_side),
-            )),
-            HostPart("side_1", base=host_side_1_base, axes=(
-                ("page", pages, host_side_1_page),
-                ("item", extent_side_1_item, itemsize_side),
-            )),
-        ),
-        ranges=(
-            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
-            PageRanges("conv_0", base=host_conv_0_base, left=((layers, host_conv_0_layer),), nbytes=host_conv_0_page),
-            PageRanges("conv_1", base=host_conv_1_base, left=((layers, host_conv_1_layer),), nbytes=host_conv_1_page),
-            PageRanges("conv_2", base=host_conv_2_base, left=((layers, host_conv_2_layer),), nbytes=host_conv_2_page),
-            PageRanges("side_0", base=host_side_0_base, left=(), nbytes=host_side_0_page),
-            PageRanges("side_1", base=host_side_1_base, left=(), nbytes=host_side_1_page),
-        ),
-    )
-
-
 def host_page_first(pages: int, *, align_conv_0: int, align_conv_1: int, align_conv_2: int, align_side_0: int, align_side_1: int, align_temporal: int, extent_conv_0_channel: int, extent_conv_0_tap: int, extent_conv_1_channel: int, extent_conv_1_tap: int, extent_conv_2_channel: int, extent_conv_2_tap: int, extent_side_0_item: int, extent_side_1_item: int, extent_temporal_dim: int, extent_temporal_head: int, extent_temporal_state: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, layers: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first: [component, page, token, layer, element]."""
     host_temporal_dim = itemsize_ssm * extent_temporal_state
@@ -264,6 +193,77 @@ def host_page_record(pages: int, *, align_conv_0: int, align_conv_1: int, align_
     )
 
 
+def host_layer_first(pages: int, *, align_conv_0: int, align_conv_1: int, align_conv_2: int, align_side_0: int, align_side_1: int, align_temporal: int, extent_conv_0_channel: int, extent_conv_0_tap: int, extent_conv_1_channel: int, extent_conv_1_tap: int, extent_conv_2_channel: int, extent_conv_2_tap: int, extent_side_0_item: int, extent_side_1_item: int, extent_temporal_dim: int, extent_temporal_head: int, extent_temporal_state: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, layers: int, **_: int) -> HostLayout:
+    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
+    host_temporal_dim = itemsize_ssm * extent_temporal_state
+    host_temporal_head = host_temporal_dim * extent_temporal_dim
+    host_temporal_page = host_temporal_head * extent_temporal_head
+    host_temporal_layer = host_temporal_page * pages
+    host_conv_0_base = align_up(host_temporal_layer * layers, align_conv_0)
+    host_conv_0_channel = itemsize_conv * extent_conv_0_tap
+    host_conv_0_page = host_conv_0_channel * extent_conv_0_channel
+    host_conv_0_layer = host_conv_0_page * pages
+    host_conv_1_base = align_up(host_conv_0_base + host_conv_0_layer * layers, align_conv_1)
+    host_conv_1_channel = itemsize_conv * extent_conv_1_tap
+    host_conv_1_page = host_conv_1_channel * extent_conv_1_channel
+    host_conv_1_layer = host_conv_1_page * pages
+    host_conv_2_base = align_up(host_conv_1_base + host_conv_1_layer * layers, align_conv_2)
+    host_conv_2_channel = itemsize_conv * extent_conv_2_tap
+    host_conv_2_page = host_conv_2_channel * extent_conv_2_channel
+    host_conv_2_layer = host_conv_2_page * pages
+    host_side_0_base = align_up(host_conv_2_base + host_conv_2_layer * layers, align_side_0)
+    host_side_0_page = itemsize_side * extent_side_0_item
+    host_side_1_base = align_up(host_side_0_base + host_side_0_page * pages, align_side_1)
+    host_side_1_page = itemsize_side * extent_side_1_item
+    return HostLayout(
+        nbytes=align_up(host_side_1_base + host_side_1_page * pages, max(max(max(max(max(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)),
+        page_bytes=host_temporal_page * layers + host_conv_0_page * layers + host_conv_1_page * layers + host_conv_2_page * layers + host_side_0_page + host_side_1_page,
+        parts=(
+            HostPart("temporal", base=0, axes=(
+                ("layer", layers, host_temporal_layer),
+                ("page", pages, host_temporal_page),
+                ("head", extent_temporal_head, host_temporal_head),
+                ("dim", extent_temporal_dim, host_temporal_dim),
+                ("state", extent_temporal_state, itemsize_ssm),
+            )),
+            HostPart("conv_0", base=host_conv_0_base, axes=(
+                ("layer", layers, host_conv_0_layer),
+                ("page", pages, host_conv_0_page),
+                ("channel", extent_conv_0_channel, host_conv_0_channel),
+                ("tap", extent_conv_0_tap, itemsize_conv),
+            )),
+            HostPart("conv_1", base=host_conv_1_base, axes=(
+                ("layer", layers, host_conv_1_layer),
+                ("page", pages, host_conv_1_page),
+                ("channel", extent_conv_1_channel, host_conv_1_channel),
+                ("tap", extent_conv_1_tap, itemsize_conv),
+            )),
+            HostPart("conv_2", base=host_conv_2_base, axes=(
+                ("layer", layers, host_conv_2_layer),
+                ("page", pages, host_conv_2_page),
+                ("channel", extent_conv_2_channel, host_conv_2_channel),
+                ("tap", extent_conv_2_tap, itemsize_conv),
+            )),
+            HostPart("side_0", base=host_side_0_base, axes=(
+                ("page", pages, host_side_0_page),
+                ("item", extent_side_0_item, itemsize_side),
+            )),
+            HostPart("side_1", base=host_side_1_base, axes=(
+                ("page", pages, host_side_1_page),
+                ("item", extent_side_1_item, itemsize_side),
+            )),
+        ),
+        ranges=(
+            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
+            PageRanges("conv_0", base=host_conv_0_base, left=((layers, host_conv_0_layer),), nbytes=host_conv_0_page),
+            PageRanges("conv_1", base=host_conv_1_base, left=((layers, host_conv_1_layer),), nbytes=host_conv_1_page),
+            PageRanges("conv_2", base=host_conv_2_base, left=((layers, host_conv_2_layer),), nbytes=host_conv_2_page),
+            PageRanges("side_0", base=host_side_0_base, left=(), nbytes=host_side_0_page),
+            PageRanges("side_1", base=host_side_1_base, left=(), nbytes=host_side_1_page),
+        ),
+    )
+
+
 def device_stacked(*, extent_conv_0_channel: int, extent_conv_0_tap: int, extent_conv_1_channel: int, extent_conv_1_tap: int, extent_conv_2_channel: int, extent_conv_2_tap: int, extent_side_0_item: int, extent_side_1_item: int, extent_temporal_dim: int, extent_temporal_head: int, extent_temporal_state: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form stacked: tensors [component], each [layer, page, element]."""
     device_temporal_dim = itemsize_ssm * extent_temporal_state
@@ -305,28 +305,6 @@ def device_stacked(*, extent_conv_0_channel: int, extent_conv_0_tap: int, extent
             ("page", None, None),
             ("item", extent_side_1_item, itemsize_side),
         )),
-    )
-
-
-def walks_stacked_layer_first(*, align_conv_0: int, align_conv_1: int, align_conv_2: int, align_side_0: int, align_side_1: int, extent_conv_0_channel: int, extent_conv_0_tap: int, extent_conv_1_channel: int, extent_conv_1_tap: int, extent_conv_2_channel: int, extent_conv_2_tap: int, extent_side_0_item: int, extent_side_1_item: int, extent_temporal_dim: int, extent_temporal_head: int, extent_temporal_state: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[Walk, ...]:
-    """Runs between form stacked and layout layer_first."""
-    atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head
-    atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel
-    atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel
-    atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel
-    atom_side_0_pages = itemsize_side * extent_side_0_item
-    atom_side_1_pages = itemsize_side * extent_side_1_item
-    return (
-        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
-        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
-        Walk("conv_0", "pages", atom=atom_conv_0_pages, runs=layers, grain=gcd(atom_conv_0_pages, gcd(atom_temporal_pages * layers, align_conv_0))),
-        Walk("conv_0", "layer_pages", atom=atom_conv_0_pages, runs=1, grain=gcd(atom_conv_0_pages, gcd(atom_temporal_pages * layers, align_conv_0))),
-        Walk("conv_1", "pages", atom=atom_conv_1_pages, runs=layers, grain=gcd(atom_conv_1_pages, gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1))),
-        Walk("conv_1", "layer_pages", atom=atom_conv_1_pages, runs=1, grain=gcd(atom_conv_1_pages, gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1))),
-        Walk("conv_2", "pages", atom=atom_conv_2_pages, runs=layers, grain=gcd(atom_conv_2_pages, gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2))),
-        Walk("conv_2", "layer_pages", atom=atom_conv_2_pages, runs=1, grain=gcd(atom_conv_2_pages, gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2))),
-        Walk("side_0", "pages", atom=atom_side_0_pages, runs=1, grain=gcd(atom_side_0_pages, gcd(gcd(gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2), atom_conv_2_pages * layers), align_side_0))),
-        Walk("side_1", "pages", atom=atom_side_1_pages, runs=1, grain=gcd(atom_side_1_pages, gcd(gcd(gcd(gcd(gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2), atom_conv_2_pages * layers), align_side_0), atom_side_0_pages), align_side_1))),
     )
 
 
@@ -384,6 +362,28 @@ def walks_stacked_page_record(*, align_conv_0: int, align_conv_1: int, align_con
     )
 
 
+def walks_stacked_layer_first(*, align_conv_0: int, align_conv_1: int, align_conv_2: int, align_side_0: int, align_side_1: int, extent_conv_0_channel: int, extent_conv_0_tap: int, extent_conv_1_channel: int, extent_conv_1_tap: int, extent_conv_2_channel: int, extent_conv_2_tap: int, extent_side_0_item: int, extent_side_1_item: int, extent_temporal_dim: int, extent_temporal_head: int, extent_temporal_state: int, itemsize_conv: int, itemsize_side: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form stacked and layout layer_first."""
+    atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head
+    atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel
+    atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel
+    atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel
+    atom_side_0_pages = itemsize_side * extent_side_0_item
+    atom_side_1_pages = itemsize_side * extent_side_1_item
+    return (
+        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
+        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
+        Walk("conv_0", "pages", atom=atom_conv_0_pages, runs=layers, grain=gcd(atom_conv_0_pages, gcd(atom_temporal_pages * layers, align_conv_0))),
+        Walk("conv_0", "layer_pages", atom=atom_conv_0_pages, runs=1, grain=gcd(atom_conv_0_pages, gcd(atom_temporal_pages * layers, align_conv_0))),
+        Walk("conv_1", "pages", atom=atom_conv_1_pages, runs=layers, grain=gcd(atom_conv_1_pages, gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1))),
+        Walk("conv_1", "layer_pages", atom=atom_conv_1_pages, runs=1, grain=gcd(atom_conv_1_pages, gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1))),
+        Walk("conv_2", "pages", atom=atom_conv_2_pages, runs=layers, grain=gcd(atom_conv_2_pages, gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2))),
+        Walk("conv_2", "layer_pages", atom=atom_conv_2_pages, runs=1, grain=gcd(atom_conv_2_pages, gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2))),
+        Walk("side_0", "pages", atom=atom_side_0_pages, runs=1, grain=gcd(atom_side_0_pages, gcd(gcd(gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2), atom_conv_2_pages * layers), align_side_0))),
+        Walk("side_1", "pages", atom=atom_side_1_pages, runs=1, grain=gcd(atom_side_1_pages, gcd(gcd(gcd(gcd(gcd(gcd(gcd(gcd(gcd(atom_temporal_pages * layers, align_conv_0), atom_conv_0_pages * layers), align_conv_1), atom_conv_1_pages * layers), align_conv_2), atom_conv_2_pages * layers), align_side_0), atom_side_0_pages), align_side_1))),
+    )
+
+
 SPEC = PoolSpec(
     name="mamba",
     source="specs/mamba.yaml",
@@ -416,14 +416,14 @@ SPEC = PoolSpec(
         "stacked": Form(("component",), ("layer", "page", "element"), device_stacked, any_stride=("page",)),
     },
     layouts={
-        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
+        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
     },
     programs={
-        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
         ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False),
         ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False),
+        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
     },
     extents={
         (): extents,
@@ -461,7 +461,7 @@ class MambaPoolHost(HostPool):
         conv_dtype: torch.dtype,
         side_dtype: torch.dtype,
         layers: Iterable[int],
-        layout: str = "layer_first",
+        layout: str = "page_first",
         form: str = "stacked",
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
@@ -502,7 +502,7 @@ class MambaPoolHost(HostPool):
         conv_dtype: torch.dtype,
         side_dtype: torch.dtype,
         layers: Iterable[int],
-        layout: str = "layer_first",
+        layout: str = "page_first",
         form: str = "stacked",
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
