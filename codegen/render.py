@@ -74,7 +74,7 @@ def render_pool(lowered: Lowered) -> dict[str, str]:
     folder = f"pools/{lowered.pool.name}"
     header = HEADER.format(source=lowered.pool.source)
     name = lowered.pool.class_name
-    return {
+    python = {
         f"{folder}/__init__.py": _render(
             "package.py.jinja",
             header=header,
@@ -83,6 +83,10 @@ def render_pool(lowered: Lowered) -> dict[str, str]:
             doc=f"Pool {lowered.pool.name}: {lowered.pool.summary}",
         ),
         f"{folder}/pool.py": _render("pool.py.jinja", header=header, **render_python.pool_view(lowered)),
+    }
+    if not lowered.pool.components:
+        return python  # no bytes, nothing to compile
+    return python | {
         f"{folder}/layout.h": _render("layout.h.jinja", header=header, **render_cpp.layout_view(lowered)),
         f"{folder}/kernels.cu": _render(
             "kernels.cu.jinja", header=header, **render_cpp.kernels_view(lowered)

@@ -171,12 +171,12 @@ def group_view(group: Group, pools: Mapping[str, Lowered]) -> dict[str, Any]:
 def _member(member: Member) -> dict[str, Any]:
     pool = member.lowered.pool
     fields = []
-    for name, kind, needed in render_python.shape(member.lowered):
+    for name, kind, default in render_python.shape(member.lowered):
         if name in dict(member.ref.params) or name == "page_size":
             continue
         if name == pool.layer_list and member.ref.layers is not None:
             continue
-        fields.append(f"{name}: {kind}" if needed else f"{name}: NotRequired[{kind}]")
+        fields.append(f"{name}: {kind}" if default is None else f"{name}: NotRequired[{kind}]")
     takes = f" Takes the ids of {member.index}." if member.index else ""
     return {
         "name": member.name,

@@ -93,9 +93,12 @@ class Bench:
         self._facts = (self.spec, sizes, dtypes, variants)
         self.host = oracle.host(*self._facts, layout, HOST_PAGES)
         self.device = oracle.device(
-            *self._facts, form, DEVICE_PAGES, self.pool.layers, sample.shift, self.pool.device
+            *self._facts, form, DEVICE_PAGES, self.pool.lists, sample.shift, self.pool.device
         )
         self._random = torch.Generator().manual_seed(20)
+        self._padding = torch.ones(self.host.nbytes, dtype=torch.bool)
+        for at in self.host.bytes:
+            self._padding[at.at] = False
         self._places = {at.name: at for at in self.device.bytes}
 
     def close(self) -> None:
@@ -118,6 +121,8 @@ class Bench:
 
     def _paths(self) -> str:
         """Nothing is compared by a path that is not there."""
+        if not self.spec.components:
+            return ""  # there is nothing to move
         missing = [path for path in self.pool.path_report() if not path.available]
         wanted = [p for p in missing if p.path != "host" or self.pool.device.type == "cpu"]
         return "".join(f"path {path.path} cannot run: {path.reason}" for path in wanted[:1])
@@ -162,7 +167,7 @@ class Bench:
             own = torch.arange(pages).view(-1, *[1] * (at.at.dim() - 1))
             if not bool((owner[at.at] == own).all()):
                 return f"{at.name}: ranges of {pages} pages do not hold the bytes of their page"
-        inside = torch.cat([at.at.flatten() for at in found.bytes]).numel()
+        inside = sum(at.at.numel() for at in found.bytes)
         gaps = layout.nbytes - inside
         uncovered = int((owner == -1).sum())
         return "" if uncovered <= gaps else f"{uncovered} bytes are in no range, but only {gaps} are gaps"
@@ -208,6 +213,7 @@ class Bench:
             seen = view.cpu().permute([names.index(axis) for axis in part.names])
             if not torch.equal(seen, memory[expected.at]):
                 return f"staging_{part.ident} does not show the bytes of {part.name}"
+        pool.staging.tensor.zero_()  # as it was: padding in it is copied with a page
         return ""
 
     # ---- transfers
@@ -216,7 +222,9 @@ class Bench:
         """Every transfer to compare, in a fixed order: one of each kind in turn: faults show early."""
         paths = [path.path for path in self.pool.path_report() if path.available]
         single = [path for path in paths if path != "staged"]  # no range of the copy engine is part of a page
-        kinds = [self._whole_pages(paths), self._layered(single), self._runs(paths), self._special(paths)]
+        kinds = [self._whole_pages(paths), self._runs(paths), self._special(paths)]
+        if self.pool.program.has_layers:
+            kinds.insert(1, self._layered(single))
         if self.pool.program.tokens and self.pool.page_size > 1:
             kinds.insert(1, self._tokens(single))
         if "zero_copy" in paths:
@@ -266,8 +274,9 @@ class Bench:
             for direction in ("write_back", "load"):
                 yield Case(direction, path, "token", *self.ids(count), shuffled=True)
             load = Case("load", path, "token", *self.ids(count), shuffled=True)
-            yield replace(load, layers=self.pool.layers[-1:])
             yield replace(load, order="layer", dtype=torch.int32)
+            if self.pool.program.has_layers:
+                yield replace(load, layers=self.pool.layers[-1:])
 
     def _last_rounds(self) -> Iterator[Case]:
         """Counts whose very last vector is a lane's first in its last round: a bound of one less drops it."""
@@ -310,6 +319,7 @@ class Bench:
     def begin(self, case: Case) -> Before:
         """Fill both sides anew; what they hold, and the ids to hand over."""
         host, arena = self._bytes(self.host.nbytes), self._bytes(self.device.arena.numel())
+        host[self._padding] = 0  # as it always is: the copy engine takes it along with a page
         self.pool.kv_buffer.copy_(host)
         self.device.arena.copy_(arena)
         ids = self._lists(case)
@@ -361,7 +371,8 @@ class Bench:
                 over = over.movedim(axis, 0)
                 here = here.movedim(axis, 0)
                 if case.layers is not None:
-                    chosen = [self.pool.layers.index(layer) for layer in case.layers]
+                    mine = self.pool.lists[at.layers or ""]
+                    chosen = [mine.index(layer) for layer in case.layers if layer in mine]
                     here, over = here[chosen], over[chosen]
             elif first_only:
                 continue  # a component without layers comes with the first one

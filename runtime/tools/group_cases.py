@@ -117,7 +117,11 @@ class GroupBench:
         self.benches = {name: Bench.of(pool, sample.members[name]) for name, pool in self.group.pools.items()}
         self.group.bind(
             {name: bench.device.tensors for name, bench in self.benches.items()},
-            {name: bench.device.layer_ids for name, bench in self.benches.items()},
+            {
+                name: bench.device.layer_ids
+                for name, bench in self.benches.items()
+                if bench.device.layer_ids is not None
+            },
         )
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ class KvArguments(TypedDict):
     heads: int
     head_dim: int
     v_head_dim: int
+    head_groups: NotRequired[int]
     dtype: torch.dtype
     layout: NotRequired[str]
     form: NotRequired[str]

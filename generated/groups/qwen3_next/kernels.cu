@@ -11,6 +11,7 @@
 #define PW_heads PW_heads_OF_kv
 #define PW_head_dim PW_head_dim_OF_kv
 #define PW_v_head_dim PW_v_head_dim_OF_kv
+#define PW_head_groups PW_head_groups_OF_kv
 #define PW_page_size PW_page_size_OF_kv
 #define PW_layers PW_layers_OF_kv
 #define PW_itemsize_kv PW_itemsize_kv_OF_kv
@@ -21,6 +22,7 @@ namespace kv {
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
+#undef PW_head_groups
 #undef PW_page_size
 #undef PW_layers
 #undef PW_itemsize_kv
