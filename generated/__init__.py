@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from poolwright.runtime.group import HostPoolGroup
     from poolwright.runtime.pool import HostPool
 
+    from .groups.bamba import BambaHostPoolGroup
+    from .groups.dsv4 import Dsv4HostPoolGroup
+    from .groups.dsv32 import Dsv32HostPoolGroup
+    from .groups.kimi_linear import KimiLinearHostPoolGroup
     from .groups.qwen3_next import Qwen3NextHostPoolGroup
     from .groups.swa_full import SwaFullHostPoolGroup
     from .groups.target_draft import TargetDraftHostPoolGroup
@@ -46,6 +50,10 @@ POOLS: dict[str, str] = {
 }
 
 GROUPS: dict[str, str] = {
+    "bamba": "BambaHostPoolGroup",
+    "dsv4": "Dsv4HostPoolGroup",
+    "dsv32": "Dsv32HostPoolGroup",
+    "kimi_linear": "KimiLinearHostPoolGroup",
     "qwen3_next": "Qwen3NextHostPoolGroup",
     "swa_full": "SwaFullHostPoolGroup",
     "target_draft": "TargetDraftHostPoolGroup",
@@ -54,11 +62,15 @@ GROUPS: dict[str, str] = {
 __all__ = [
     "GROUPS",
     "POOLS",
+    "BambaHostPoolGroup",
     "DSAIndexerPoolHost",
     "DeepSeekV4PagedHostPool",
     "DeepSeekV4StateHostPool",
+    "Dsv4HostPoolGroup",
+    "Dsv32HostPoolGroup",
     "GatedDeltaNetPoolHost",
     "KdaStatePoolHost",
+    "KimiLinearHostPoolGroup",
     "LogicalHostPool",
     "MHATokenToKOnlyPoolHost",
     "MHATokenToKVPoolHost",

@@ -34,17 +34,20 @@ from poolwright.runtime.tools import group_cases
 PATHS = ("host", "zero_copy", "staged", "torch")
 P = 4
 KV = {"heads": 2, "head_dim": 3, "v_head_dim": 5, "dtype": torch.bfloat16}
+LATENT = {"kv_lora_rank": 5, "qk_rope_head_dim": 3, "dtype": torch.bfloat16}
 STATE = {"heads": 2, "head_dim": 3, "kernel": 4, "ngram": 2}
 STATE |= {"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16}
 FULL, LINEAR = (1, 5), (0, 2, 3, 4, 7)
 HYBRID: dict[str, Any] = {"full_attention_layers": FULL, "linear_attention_layers": LINEAR, "page_size": P}
-HYBRID |= {"kv": KV, "state": STATE}
+HYBRID |= {"kv": LATENT, "state": STATE}
 DRAFT: dict[str, Any] = {"target_layers": (0, 1, 2), "draft_layers": (3,), "page_size": P}
 DRAFT |= {"target": KV, "draft": {**KV, "heads": 1}}
 
 
 def hybrid(**more: Any) -> HostPoolGroup:
-    return generated.group_class("qwen3_next")(**HYBRID, **({"capacity_pages": {"kv": 9, "state": 5}} | more))
+    return generated.group_class("kimi_linear")(
+        **HYBRID, **({"capacity_pages": {"kv": 9, "state": 5}} | more)
+    )
 
 
 def drafted(**more: Any) -> HostPoolGroup:
@@ -65,7 +68,7 @@ def hybrid_tensors() -> dict[str, dict[str, Any]]:
         "conv": random_tensor(len(LINEAR), 7, 3, 18),
         "ngram": random_tensor(7, 2, dtype=torch.int64),
     }
-    return {"kv": {"k": rows(2, 2, 3), "v": rows(2, 2, 5)}, "state": state}
+    return {"kv": {"kv": rows(2, 1, 8)}, "state": state}
 
 
 def flat(tensors: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
@@ -98,11 +101,11 @@ def moves() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def expected(before: list[torch.Tensor], now: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the tensors hold after a load into tensors `now` of what was stored from `before`."""
     wanted = [tensor.clone() for tensor in now]
-    for tensor, old in zip(wanted[:4], before[:4], strict=True):
+    for tensor, old in zip(wanted[:2], before[:2], strict=True):
         tensor[TOKENS] = old[TOKENS]
-    for tensor, old in zip(wanted[4:6], before[4:6], strict=True):
+    for tensor, old in zip(wanted[2:4], before[2:4], strict=True):
         tensor[:, SLOTS] = old[:, SLOTS]
-    wanted[6][SLOTS] = before[6][SLOTS]
+    wanted[4][SLOTS] = before[4][SLOTS]
     return wanted
 
 
@@ -160,12 +163,12 @@ def test_layers_of_all_pools_come_in_one_order(bound: Any, path: str, layers: tu
     chosen = sorted((*FULL, *LINEAR)) if layers is None else layers
     for at, layer in enumerate(FULL):
         if layer in chosen:
-            wanted[at], wanted[2 + at] = full[at], full[2 + at]
+            wanted[at] = full[at]
     for at, layer in enumerate(LINEAR):
         if layer in chosen:
-            wanted[4][at], wanted[5][at] = full[4][at], full[5][at]
+            wanted[2][at], wanted[3][at] = full[2][at], full[3][at]
     if LINEAR[0] in chosen:  # what has no layers comes with the first one of its pool
-        wanted[6] = full[6]
+        wanted[4] = full[4]
     ticket = group.load(moves(), order="layer", layers=layers, path=path)
     for layer in chosen:
         ticket.wait_layer(layer)
@@ -334,7 +337,7 @@ def test_ranks_that_make_the_same_calls_get_the_same_ids(calls: list[Any], seed:
 
 
 def test_a_budget_is_for_all_pools_together() -> None:
-    kind = generated.group_class("qwen3_next")
+    kind = generated.group_class("kimi_linear")
     for capacity in (10_000, 54_321, 99_999):
         need = kind.required_bytes(**HYBRID, capacity_bytes=capacity)
         assert capacity - 2 * sum(pool.page for pool in need.pools.values()) < need.host <= capacity
@@ -356,7 +359,7 @@ def test_pools_that_take_ids_count_into_the_page_of_their_source() -> None:
 
 
 def test_bytes_pages_and_off_by_pool() -> None:
-    kind = generated.group_class("qwen3_next")
+    kind = generated.group_class("kimi_linear")
     need = kind.required_bytes(**HYBRID, budget={"kv": 20_000, "state": 30_000})
     assert need.pools["kv"].host <= 20_000 and need.pools["state"].host <= 30_000
     off = kind.required_bytes(**{**HYBRID, "state": None}, capacity_pages={"kv": 3, "state": "off"})
@@ -371,7 +374,7 @@ def test_bytes_pages_and_off_by_pool() -> None:
     for tensor in flat(tensors):
         tensor.zero_()
     group.load({"kv": (page, page), "state": moves()["state"]}, order="layer", path="zero_copy").wait()
-    assert torch.equal(tensors["kv"]["k"][0][:P], before[0][:P])
+    assert torch.equal(tensors["kv"]["kv"][0][:P], before[0][:P])
     with pytest.raises(AttributeError, match="pool 'state' is switched off"):
         _ = group.state
     group.destroy()
@@ -392,35 +395,39 @@ WRONG = (
     ({"budget": {"kv": 1.5}, "capacity_bytes": 9}, ValueError, "budget of kv: expected a fraction, bytes or"),
     ({"capacity_bytes": -1}, ValueError, "capacity_bytes: expected an integer from 0, got -1"),
     (
-        {"capacity_bytes": 99_999, "kv": {**KV, "head": 1}},
+        {"capacity_bytes": 99_999, "kv": {**LATENT, "head": 1}},
         ValueError,
         "kv: unknown argument 'head'; it takes",
     ),
     (
-        {"capacity_bytes": 99_999, "kv": {**KV, "page_size": 1}},
+        {"capacity_bytes": 99_999, "kv": {**LATENT, "page_size": 1}},
         ValueError,
         "kv: unknown argument 'page_size'",
     ),
     ({"capacity_bytes": 99_999, "state": None}, ValueError, "state: argument 'heads' is missing"),
     ({"capacity_bytes": 99_999, "layout": "page_head"}, ValueError, "state: .*layout: expected one of"),
-    ({"capacity_bytes": 99_999, "kv": {**KV, "heads": 0}}, ValueError, "kv: mha: heads: expected at least 1"),
+    (
+        {"capacity_bytes": 99_999, "kv": {**LATENT, "kv_lora_rank": 0}},
+        ValueError,
+        "kv: mla: kv_lora_rank: exp",
+    ),
 )
 
 
 @pytest.mark.parametrize(("given", "kind", "message"), WRONG, ids=[case[2][:40] for case in WRONG])
 def test_what_cannot_be_sized_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
-    group_class = generated.group_class("qwen3_next")
+    group_class = generated.group_class("kimi_linear")
     with pytest.raises(kind, match=message):
         group_class.required_bytes(**{**HYBRID, **given})
 
 
 def test_the_budget_of_the_machine_is_asked_for_all_pools_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = generated.group_class("qwen3_next").required_bytes(**HYBRID, capacity_pages={"kv": 9, "state": 5})
+    need = generated.group_class("kimi_linear").required_bytes(**HYBRID, capacity_pages={"kv": 9, "state": 5})
     monkeypatch.setattr(groups, "available_host_bytes", lambda: need.host - 1)
     driver = Counted()
     with (
         use_driver(driver),
-        pytest.raises(OutOfMemoryBudget, match=f"qwen3_next: host memory needs {need.host:,}"),
+        pytest.raises(OutOfMemoryBudget, match=f"kimi_linear: host memory needs {need.host:,}"),
     ):
         hybrid()
     assert driver.calls["register"] == driver.calls["allocate"] == 0
@@ -478,7 +485,7 @@ def test_a_pool_that_cannot_be_built_takes_all_others_with_it(call: str, skip: i
 # ---- one launch, one batch
 
 
-def simulated(name: str = "qwen3_next") -> tuple[Counted, HostPoolGroup]:
+def simulated() -> tuple[Counted, HostPoolGroup]:
     driver = Counted()
     with use_driver(driver):
         group = hybrid(staging_bytes=1 << 20)
@@ -557,7 +564,7 @@ def test_states_stay_within_their_capture_capacity() -> None:
     """A state of 4 MiB in 40 layers: staging memory is bounded, one page always fits, the delay is told."""
     state = {**STATE, "heads": 64, "head_dim": 128, "ngram": 0}
     sizes = {**HYBRID, "linear_attention_layers": range(40), "full_attention_layers": (40,), "state": state}
-    kind = generated.group_class("qwen3_next")
+    kind = generated.group_class("kimi_linear")
     need = kind.required_bytes(**sizes, capacity_pages={"kv": 2, "state": 3}, capture_bytes=512 << 20)
     page = need.pools["state"].page
     assert page > 160 << 20 and need.pools["state"].staging <= 512 << 20
@@ -628,7 +635,7 @@ def test_less_aligned_tensors_of_one_pool_are_moved_right() -> None:
 
 def test_a_pool_of_a_group_is_given_back_with_the_group(bound: Any) -> None:
     group, _ = bound
-    with pytest.raises(PoolError, match="kv belongs to the group qwen3_next: destroy the group"):
+    with pytest.raises(PoolError, match="kv belongs to the group kimi_linear: destroy the group"):
         group.kv.destroy()
     group.kv.clear()
 
@@ -652,7 +659,7 @@ def test_group_specs_stay_short() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("show", "qwen3_next"), "state  kda_state  its own  linear_attention_layers  0.3"),
+        (("show", "qwen3_next"), "state  gated_delta_net  its own  linear_attention_layers  0.3"),
         (
             ("explain", "target_draft"),
             "takes the ids of target, has as many pages, and is moved in every call",

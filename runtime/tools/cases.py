@@ -88,12 +88,13 @@ class Bench:
 
     def _watch(self, pool: HostPool, sample: Sample) -> None:
         """Lay out host bytes and device tensors by the oracle."""
+        self.host_pages, self.device_pages = pool.page_num, pool.page_num + DEVICE_PAGES - HOST_PAGES
         self.pool, self.spec, self.sample, layout, form = pool, pool.spec, sample, pool.layout, pool.form
         sizes, dtypes, variants = self.pool.sizes, sample.dtypes, sample.variants
         self._facts = (self.spec, sizes, dtypes, variants)
-        self.host = oracle.host(*self._facts, layout, HOST_PAGES)
+        self.host = oracle.host(*self._facts, layout, self.host_pages)
         self.device = oracle.device(
-            *self._facts, form, DEVICE_PAGES, self.pool.lists, sample.shift, self.pool.device
+            *self._facts, form, self.device_pages, self.pool.lists, sample.shift, self.pool.device
         )
         self._random = torch.Generator().manual_seed(20)
         self._padding = torch.ones(self.host.nbytes, dtype=torch.bool)
@@ -110,7 +111,7 @@ class Bench:
     def sizes(self) -> Iterator[str]:
         """Everything that can be compared without a transfer, one text each."""
         yield self._paths()
-        for pages in (1, 3, HOST_PAGES):
+        for pages in (1, 3, self.host_pages):
             found = oracle.host(*self._facts, self.pool.layout, pages)
             layout = self.pool.host_layout(pages)
             yield self._layout(layout, found, pages)
@@ -244,7 +245,7 @@ class Bench:
 
     def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
         """Neighbours on one side or both, and runs that end at the last page."""
-        host, device = torch.arange(HOST_PAGES), self._free()
+        host, device = torch.arange(self.host_pages), self._free()
         for direction, path in itertools.product(("write_back", "load"), paths):
             yield Case(direction, path, "page", host[-40:], device[-40:])
             yield Case(direction, path, "token", host[:40], self.ids(40)[1])
@@ -285,7 +286,7 @@ class Bench:
             tokens, layers = "tokens" in walk.name, self.pool.layers[:1] if "layer" in walk.name else None
             each = walk.runs * walk.atom // walk.vector(16) * (self.pool.page_size if tokens else 1)
             counts = (
-                c for c in range(1, HOST_PAGES) if each and (c * each - 1) % (LANES * IN_FLIGHT) < LANES
+                c for c in range(1, self.host_pages) if each and (c * each - 1) % (LANES * IN_FLIGHT) < LANES
             )
             count = next(counts, None)
             if count is not None and (program.tokens or not tokens):
@@ -298,12 +299,12 @@ class Bench:
     def ids(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """So many pages of each side, in no order."""
         free = self._free()
-        host = torch.randperm(HOST_PAGES, generator=self._random)[:count]
+        host = torch.randperm(self.host_pages, generator=self._random)[:count]
         return host, free[torch.randperm(len(free), generator=self._random)[:count]]
 
     def _free(self) -> torch.Tensor:
         """Device pages that may be moved."""
-        return torch.tensor([page for page in range(DEVICE_PAGES) if page not in self.spec.reserved])
+        return torch.tensor([page for page in range(self.device_pages) if page not in self.spec.reserved])
 
     def transfer(self, case: Case) -> str:
         """Submit one transfer and compare both sides, whole; the first difference in words, or ""."""
