@@ -51,7 +51,7 @@ def param_names(name: str, length: int | None) -> list[str]:
 
 def layer_lists(lowered: Lowered) -> list[str]:
     """Layer lists that the constructor takes: those of components; `layers` also when only an expression
-    counts it, and when there is no other."""
+    counts it, and when no component has another."""
     pool = lowered.pool
     named = {c.layers for c in pool.components if c.layers is not None}
     sizes: list[Expr] = []
@@ -63,7 +63,7 @@ def layer_lists(lowered: Lowered) -> list[str]:
     conditions = [*pool.require, *(c.when for c in pool.components if c.when is not None)]
     counted = {name for value in sizes for name in expr.symbols(value)}
     counted |= {name for condition in conditions for name in expr.symbols(condition)}
-    if not named or "layers" in counted:
+    if (pool.components and not named) or "layers" in counted:
         named.add("layers")
     return sorted(named, key=lambda name: (name != "layers", name))
 

@@ -42,6 +42,7 @@ def pool_view(lowered: Lowered) -> dict[str, Any]:
         "staging": _staging(lowered),
     }
     text = str(view)
+    view["iterable"] = "Iterable[" in text
     view["imports"] = [name for name in DESCRIPTION if f"{name}(" in text or name in ALWAYS]
     return view
 

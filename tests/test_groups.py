@@ -29,7 +29,7 @@ from poolwright.runtime.driver.simulated import SimulatedDriver
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.testing import use_driver
-from poolwright.runtime.tools import group_cases
+from poolwright.runtime.tools import group_cases, verify
 
 PATHS = ("host", "zero_copy", "staged", "torch")
 P = 4
@@ -133,7 +133,69 @@ def test_one_call_moves_all_pools_by_any_mix_of_paths(bound: Any, kv: str, state
     assert all(torch.equal(a, b) for a, b in zip(flat(tensors), wanted, strict=True))
 
 
+HEAVY = {"dsv4"}  # pages of 128 tokens
+
+
+@pytest.mark.parametrize(
+    ("turn", "name"),
+    [
+        pytest.param(turn, name, marks=[pytest.mark.slow] * (name in HEAVY))
+        for turn, name in enumerate(generated.GROUPS)
+    ],
+)
+def test_groups_against_the_oracle(turn: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mix of paths, layer orders, some of the pools: whole buffers compared."""
+    monkeypatch.setenv("POOLWRIGHT_OPTIMIZE", "1")
+    kind = generated.group_class(name)
+    sample = group_cases.group_sample(kind, group_cases.NAMES[turn % 2])
+    result = verify.check(verify.GroupTarget(kind, sample))
+    assert result.difference == "" and result.cases > 40
+
+
 def test_three_pools_take_three_paths_in_one_call() -> None:
+    """An anchor without bytes, pools that take its ids, a pool with ids of its own; three paths at once."""
+    group = generated.group_class("dsv4")(
+        window_layers=(0, 1),
+        c4_layers=(0,),
+        c128_layers=(1,),
+        page_size=128,
+        swa=LATENT,
+        c4={"format": "v4"},
+        c4_indexer={"index_head_dim": 8},
+        c128={"format": "v41"},
+        c4_state={"head_dim": 4, "ring": 8, "dtype": torch.float32},
+        indexer_state={"head_dim": 2, "ring": 8, "dtype": torch.float32},
+        capacity_pages={"kv": 4, "swa": 3},
+    )
+    page = {name: pool.page_bytes for name, pool in group.pools.items()}
+    assert page["kv"] == 0 and page["c4"] == 32 * 584 - 32 * 584 % -576 and group.c4.page_num == 4
+    tensors: dict[str, Any] = {"swa": {"kv": [random_tensor(9 * 128, 8) for _ in range(2)]}}
+    for name in ("c4", "c4_indexer", "c128"):
+        tensors[name] = {"row": [torch.randint(0, 255, (9, page[name]), dtype=torch.uint8)]}
+    for name, dim in (("c4_state", 4), ("indexer_state", 2)):
+        tensors[name] = {"state": [random_tensor(9, 8, 2, 2, dim, dtype=torch.float32)]}
+    group.bind(tensors)
+    before = [tensor.clone() for tensor in flat(tensors)]
+    ids = group.alloc({"kv": 256, "swa": 128})
+    assert group.available_size() == {"kv": 256, "swa": 256}
+    device = {"kv": torch.cat([torch.arange(256, 384), torch.arange(640, 768)]), "swa": torch.arange(128)}
+    moves = {name: (ids[name], device[name]) for name in ids}
+    paths = {"swa": "staged", "c4": "zero_copy", "c4_indexer": "host", "c128": "torch", "c4_state": "host"}
+    ticket = group.write_back(moves, path=paths)
+    assert {ticket.paths[name] for name in paths} == {"staged", "zero_copy", "host", "torch"}
+    ticket.wait()
+    for tensor in flat(tensors):
+        tensor.zero_()
+    group.load(moves, path=paths).wait()
+    for tensor, old in zip(flat(tensors), before, strict=True):
+        pages = [0] if tensor.shape[0] == 9 * 128 or tensor.dim() == 5 else [2, 5]
+        rows, olds = tensor.reshape(9, -1), old.reshape(9, -1)
+        assert torch.equal(rows[pages], olds[pages])
+    assert group.free(ids) == {"kv": 256, "swa": 128}
+    group.destroy()
+
+
+def test_two_pools_of_one_spec_in_one_call() -> None:
     sizes = {"page_size": P, "capacity_pages": {"full": 6, "swa": 5}, "full": KV, "swa": KV}
     group = generated.group_class("swa_full")(
         full_attention_layers=(0,), sliding_attention_layers=(1, 2), **sizes
@@ -341,7 +403,7 @@ def test_a_budget_is_for_all_pools_together() -> None:
     for capacity in (10_000, 54_321, 99_999):
         need = kind.required_bytes(**HYBRID, capacity_bytes=capacity)
         assert capacity - 2 * sum(pool.page for pool in need.pools.values()) < need.host <= capacity
-        assert need.pools["kv"].host <= 0.7 * capacity and need.pools["state"].host <= 0.3 * capacity
+        assert max(pool.host for pool in need.pools.values()) <= 0.5 * capacity
     group = hybrid(capacity_pages=None, capacity_bytes=54_321, staging_bytes=3_000)
     need = kind.required_bytes(**HYBRID, capacity_bytes=54_321, staging_bytes=3_000)
     for name, pool in group.pools.items():
@@ -381,7 +443,7 @@ def test_bytes_pages_and_off_by_pool() -> None:
 
 
 WRONG = (
-    ({"capacity_bytes": 1000}, OutOfMemoryBudget, r"one page of state needs \d+ bytes, 300 are available"),
+    ({"capacity_bytes": 1000}, OutOfMemoryBudget, r"one page of state needs \d+ bytes, 500 are available"),
     ({}, ValueError, "give capacity_bytes, of which the budget"),
     ({"capacity_bytes": 9999, "capacity_pages": {"kv": 1, "state": 1}}, ValueError, "give either"),
     ({"capacity_pages": {"kv": 1}}, ValueError, "expected at least 1 page or 'off' for state, got None"),
@@ -390,7 +452,7 @@ WRONG = (
     (
         {"budget": {"kv": 0.9}, "capacity_bytes": 99_999},
         ValueError,
-        "budget: 119,998 bytes in all, more than",
+        "budget: 139,998 bytes in all, more than",
     ),
     ({"budget": {"kv": 1.5}, "capacity_bytes": 9}, ValueError, "budget of kv: expected a fraction, bytes or"),
     ({"capacity_bytes": -1}, ValueError, "capacity_bytes: expected an integer from 0, got -1"),
@@ -405,7 +467,7 @@ WRONG = (
         "kv: unknown argument 'page_size'",
     ),
     ({"capacity_bytes": 99_999, "state": None}, ValueError, "state: argument 'heads' is missing"),
-    ({"capacity_bytes": 99_999, "layout": "page_head"}, ValueError, "state: .*layout: expected one of"),
+    ({"capacity_bytes": 99_999, "layout": "page_head"}, ValueError, "kv: .*layout: expected one of"),
     (
         {"capacity_bytes": 99_999, "kv": {**LATENT, "kv_lora_rank": 0}},
         ValueError,

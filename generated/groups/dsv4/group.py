@@ -23,7 +23,6 @@ __all__ = ["Dsv4HostPoolGroup"]
 class KvArguments(TypedDict):
     """What kv, a pool logical, is built with."""
 
-    layers: Iterable[int]
     layout: NotRequired[str]
     form: NotRequired[str]
 
@@ -127,7 +126,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         window_layers: Iterable[int],
         c4_layers: Iterable[int],
         c128_layers: Iterable[int],
-        kv: KvArguments,
+        kv: KvArguments | None = None,
         swa: SwaArguments | None = None,
         c4: C4Arguments | None = None,
         c4_indexer: C4IndexerArguments | None = None,
@@ -168,7 +167,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         window_layers: Iterable[int],
         c4_layers: Iterable[int],
         c128_layers: Iterable[int],
-        kv: KvArguments,
+        kv: KvArguments | None = None,
         swa: SwaArguments | None = None,
         c4: C4Arguments | None = None,
         c4_indexer: C4IndexerArguments | None = None,

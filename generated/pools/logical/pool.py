@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from poolwright.runtime.description import (
@@ -76,7 +74,7 @@ SPEC = PoolSpec(
         (): extents,
     },
     parts=(),
-    layer_lists=("layers",),
+    layer_lists=(),
 )
 
 
@@ -91,7 +89,6 @@ class LogicalHostPool(HostPool):
     def __init__(
         self,
         *,
-        layers: Iterable[int],
         page_size: int,
         layout: str = "nothing",
         form: str = "nothing",
@@ -106,7 +103,7 @@ class LogicalHostPool(HostPool):
         super().__init__(
             params={},
             dtypes={},
-            layers={"layers": layers},
+            layers={},
             variants={},
             page_size=page_size,
             layout=layout,
@@ -124,7 +121,6 @@ class LogicalHostPool(HostPool):
     def required_bytes(
         cls,
         *,
-        layers: Iterable[int],
         page_size: int,
         layout: str = "nothing",
         form: str = "nothing",
@@ -137,7 +133,7 @@ class LogicalHostPool(HostPool):
         return cls._required_bytes(
             params={},
             dtypes={},
-            layers={"layers": layers},
+            layers={},
             variants={},
             page_size=page_size,
             layout=layout,
