@@ -84,7 +84,9 @@ CLASSES = {
 
 
 def build(name: str, layers: int = 1, **given: Any) -> Any:
-    return generated.pool_class(name)(**{"layers": range(layers), "capacity_pages": 2, **given})
+    kind = generated.pool_class(name)
+    lists = dict.fromkeys(kind.spec.layer_lists, range(layers))
+    return kind(**{**lists, "capacity_pages": 2, **given})
 
 
 @pytest.mark.parametrize(("name", "given", "nbytes"), KNOWN)
@@ -92,9 +94,8 @@ def test_bytes_of_a_page(name: str, given: dict[str, Any], nbytes: int) -> None:
     pool_class: Any = generated.pool_class(name)
     for layout in pool_class.spec.layouts:
         for layers in (1, 3):
-            required = pool_class.required_bytes(
-                **given, layers=range(layers), layout=layout, capacity_pages=5
-            )
+            lists = dict.fromkeys(pool_class.spec.layer_lists, range(layers))
+            required = pool_class.required_bytes(**given, **lists, layout=layout, capacity_pages=5)
             assert (required.page, required.host) == (layers * nbytes, 5 * layers * nbytes), layout
 
 
