@@ -102,6 +102,10 @@ class Backend:
         """What pins host memory; None where nothing needs to be pinned."""
         return None if self._at_once else self.driver
 
+    def numa_node(self) -> int | None:
+        """The NUMA node that host memory should come from; None where it makes no difference."""
+        return None if self._at_once else self.driver.numa_node()
+
     def report(self) -> tuple[Availability, ...]:
         """Every path and whether it can run."""
         cuda = self.device.type == "cuda"

@@ -156,6 +156,14 @@ class CudaDriver:
         with self.guard():
             _check((*self._api.cuMemHostUnregister(address), None), "unregister host memory")
 
+    def numa_node(self) -> int | None:
+        from cuda.bindings import driver
+
+        kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+        handle = _check(driver.cuDeviceGet(self.device.index), "device")
+        code, node = driver.cuDeviceGetAttribute(kind, handle)
+        return int(node) if int(code) == 0 and int(node) >= 0 else None  # a machine may not tell
+
     def stream(self) -> Stream:
         with self.guard():
             return int(_check(self._api.cuStreamCreate(1), "create a stream"))  # 1: non-blocking

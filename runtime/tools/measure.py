@@ -100,15 +100,16 @@ class CudaClock:
     """For pools on a CUDA device; everything runs behind torch's current stream."""
 
     def __init__(self) -> None:
-        self._side = torch.cuda.Stream()
+        self._cuda: Any = torch.cuda
+        self._side = self._cuda.Stream()
         self._cycles: dict[str, int] = {}
 
     def time(self, run: Run) -> Sample:
-        stream: Any = torch.cuda.current_stream()
-        start, end, early = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        stream = self._cuda.current_stream()
+        start, end, early = (self._cuda.Event(enable_timing=True) for _ in range(3))
         cycles = self._cycles.get(run.name, SHORTEST_COVER)
         torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
+        self._cuda._sleep(cycles)
         start.record(stream)
         begin = time.perf_counter()
         handle = run.submit()
