@@ -100,7 +100,7 @@ def _unpack(archive: zipfile.ZipFile, *, sglang: bool) -> None:
             if prefix is None:
                 continue
             target = FOLDER / "sglang" / (_HEADERS[prefix] + name.removeprefix(prefix))
-        elif "testing.so" in name or "/src/" in name:
+        elif "/src/" in name:
             continue
         else:
             target = FOLDER / "site" / name
