@@ -6,6 +6,7 @@ pages merge into longer ones. While the copy engine empties one slot, kernels fi
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,8 +130,8 @@ class Staging:
                 for i in range(0, count, size)
             ]
         order = sorted(range(count), key=batch.host.__getitem__)
-        host = [batch.host[i] for i in order]
-        device = [batch.device[i] for i in order]
+        host = array("I", [batch.host[i] for i in order])
+        device = array("I", [batch.device[i] for i in order])
         return [
             batch._replace(host=host[i : i + size], device=device[i : i + size])
             for i in range(0, count, size)
@@ -153,7 +154,7 @@ class Staging:
 
 def _inside(chunk: Batch) -> Batch:
     """The chunk with positions in the slot for host pages."""
-    return chunk._replace(host=list(range(len(chunk.host))))
+    return chunk._replace(host=array("I", range(len(chunk.host))))
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
