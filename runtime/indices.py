@@ -61,8 +61,9 @@ def batch(
         raise ValueError(f"{limits.pool}: validate: expected one of {', '.join(LEVELS)}, got {level!r}")
     if unit not in UNITS:
         raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
-    _check_tensor(limits, "host ids", host)
-    _check_tensor(limits, "device ids", device)
+    for name, ids in (("host ids", host), ("device ids", device)):
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or ids.dim() != 1:
+            raise _not_a_list(limits, name, ids)
     if not host.is_cpu:
         raise ValueError(
             f"{limits.pool}: host ids: expected a CPU tensor, got {host.device}; keep them on the CPU"
@@ -71,7 +72,7 @@ def batch(
     if count != others:
         raise ValueError(f"{limits.pool}: expected as many host ids as device ids, got {count} and {others}")
     per_page = limits.page_size if unit == "token" else 1
-    if per_page > 1 and count % per_page:
+    if count % per_page:
         raise ValueError(
             f"{limits.pool}: expected whole pages of {per_page} ids, got {count} ids; "
             f"pad the last page or leave it out"
@@ -82,19 +83,20 @@ def batch(
                 f"{limits.pool}: device ids: expected a tensor on cpu or {limits.device}, got {device.device}"
             )
         return _device_batch(limits, host, device, per_page, level, writes_host)
-    rows, others_rows = _whole_pages(host, per_page), _whole_pages(device, per_page)
-    if rows is None or others_rows is None:
+    if per_page == 1:
+        return _page_batch(limits, "ids", host.tolist(), device.tolist(), level, writes_host)
+    here, there = _whole_pages(host, per_page), _whole_pages(device, per_page)
+    if here is None or there is None:
         return _token_batch(limits, host, device, level, writes_host)
-    return _page_batch(limits, rows, others_rows, per_page, level, writes_host)
+    return _page_batch(limits, "pages", here, there, level, writes_host)
 
 
-def _check_tensor(limits: Limits, name: str, ids: torch.Tensor) -> None:
+def _not_a_list(limits: Limits, name: str, ids: object) -> ValueError:
     if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"{limits.pool}: {name}: expected a tensor, got {type(ids).__name__}")
+        return ValueError(f"{limits.pool}: {name}: expected a tensor, got {type(ids).__name__}")
     if ids.dtype not in _INTEGERS:
-        raise ValueError(f"{limits.pool}: {name}: dtype: expected int32 or int64, got {ids.dtype}")
-    if ids.dim() != 1:
-        raise ValueError(f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}")
+        return ValueError(f"{limits.pool}: {name}: dtype: expected int32 or int64, got {ids.dtype}")
+    return ValueError(f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}")
 
 
 def _out_of_range(limits: Limits, name: str, ids: Sequence[int], end: int) -> ValueError:
@@ -102,12 +104,10 @@ def _out_of_range(limits: Limits, name: str, ids: Sequence[int], end: int) -> Va
     return ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {wrong}")
 
 
-def _check_duplicates(limits: Limits, name: str, unit: str, ids: Sequence[int], different: int) -> None:
-    if different == len(ids):
-        return
+def _twice(limits: Limits, name: str, unit: str, ids: Sequence[int]) -> ValueError:
     seen: set[int] = set()
     twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
-    raise ValueError(
+    return ValueError(
         f"{limits.pool}: {name}: {unit} {twice} stands twice in one list; a destination may be written once"
     )
 
@@ -119,31 +119,30 @@ def _check_reserved(limits: Limits, pages: set[int]) -> None:
 
 
 def _page_batch(
-    limits: Limits, host: list[int], device: list[int], per_page: int, level: str, writes_host: bool
+    limits: Limits, word: str, host: list[int], device: list[int], level: str, writes_host: bool
 ) -> Batch:
-    """Whole pages on both sides."""
-    word = "ids" if per_page == 1 else "pages"
-    here = _numbers(limits, f"host {word}", host, limits.host_pages)
-    there = _numbers(limits, f"device {word}", device, limits.device_pages)
+    """Whole pages on both sides; `word`: what the caller's lists hold, for messages."""
+    here = _numbers(limits, "host", word, host, limits.host_pages)
+    there = _numbers(limits, "device", word, device, limits.device_pages)
     host_pages, device_pages = set(host), set(device)
     if limits.reserved:
         _check_reserved(limits, device_pages)
     if level != "off":
-        if writes_host:
-            _check_duplicates(limits, "host ids", "page", host, len(host_pages))
-        else:
-            _check_duplicates(limits, "device ids", "page", device, len(device_pages))
+        if writes_host and len(host_pages) != len(host):
+            raise _twice(limits, "host ids", "page", host)
+        if not writes_host and len(device_pages) != len(device):
+            raise _twice(limits, "device ids", "page", device)
     return Batch("pages", here, there, host_pages, device_pages)
 
 
-def _numbers(limits: Limits, name: str, ids: list[int], end: int) -> array[int]:
+def _numbers(limits: Limits, side: str, word: str, ids: list[int], end: int) -> array[int]:
     """The ids as 32-bit numbers. Raises ValueError for one that is not from 0 to `end` - 1."""
     try:
         numbers = array("I", ids)  # refuses negative ones: half the check of the range
     except OverflowError:
-        raise _out_of_range(limits, name, ids, end) from None
+        raise _out_of_range(limits, f"{side} {word}", ids, end) from None
     if ids and max(ids) >= end:
-        raise _out_of_range(limits, name, ids, end)
+        raise _out_of_range(limits, f"{side} {word}", ids, end)
     return numbers
 
 
@@ -187,7 +186,8 @@ def _token_batch(
     _check_reserved(limits, device_pages)
     if level != "off":
         name, written = ("host ids", host) if writes_host else ("device ids", device)
-        _check_duplicates(limits, name, "token", written.tolist(), torch.unique(written).numel())
+        if torch.unique(written).numel() != written.numel():
+            raise _twice(limits, name, "token", written.tolist())
     return Batch("tokens", here, there, _pages_of(host, limits.page_size), device_pages)
 
 
@@ -232,9 +232,9 @@ def _device_batch(
             f"{limits.pool}: device ids: a component of this pool has no token axis; hand over page ids "
             f"(unit='page') or keep them on the CPU"
         )
-    pages, numbers = set(rows), _numbers(limits, "host ids", rows, limits.host_pages)
-    if level != "off" and writes_host:
-        _check_duplicates(limits, "host ids", "page", rows, len(pages))
+    pages, numbers = set(rows), _numbers(limits, "host", "ids", rows, limits.host_pages)
+    if level != "off" and writes_host and len(pages) != len(rows):
+        raise _twice(limits, "host ids", "page", rows)
     named = "tokens" if per_page > 1 else "pages"
     if level != "full":
         return Batch(named, numbers, array("I"), pages, None, device if per_page > 1 else _words(device))
