@@ -129,9 +129,9 @@ class Staging:
                 )
                 for i in range(0, count, size)
             ]
-        order = sorted(range(count), key=batch.host.__getitem__)
-        host = array("I", [batch.host[i] for i in order])
-        device = array("I", [batch.device[i] for i in order])
+        here, there = batch.host.tolist(), batch.device.tolist()
+        order = sorted(range(count), key=here.__getitem__)
+        host, device = array("I", [here[i] for i in order]), array("I", [there[i] for i in order])
         return [
             batch._replace(host=host[i : i + size], device=device[i : i + size])
             for i in range(0, count, size)
