@@ -7,7 +7,6 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,9 +83,7 @@ class Backend:
             newer = toolchain.check_driver(compiler, driver_version())
             if newer is not None:
                 raise newer.error()
-        units = [self.program.unit(part, align) for part in self.program.parts]
-        with ThreadPoolExecutor(len(units)) as pool:  # NVRTC compiles outside the interpreter's lock
-            cubins = list(pool.map(lambda unit: jit.cubin(unit, arch), units))
+        cubins = jit.cubins(self.program.unit("kernels", align), arch)
         try:
             with self.driver.guard():
                 return CudaKernels(cubins)
@@ -102,6 +99,10 @@ class Backend:
     def registrar(self) -> Registrar | None:
         """What pins host memory; None where nothing needs to be pinned."""
         return None if self._at_once else self.driver
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that host memory should come from; None where it makes no difference."""
+        return None if self._at_once else self.driver.numa_node()
 
     def report(self) -> tuple[Availability, ...]:
         """Every path and whether it can run."""

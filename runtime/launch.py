@@ -7,9 +7,6 @@ few ids travel inside them: submission is a matter of microseconds.
 from __future__ import annotations
 
 import ctypes
-import functools
-import struct
-from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -47,6 +44,7 @@ class Launcher:
         self._most = {w.name: program.ids_per_launch(w.name, align) for w in program.walks}
         self._view = (ctypes.c_int64 * (3 + len(strides)))(_signed(table), 0, 0, *strides)
         self._few = (ctypes.c_uint32 * (2 * FEW_IDS))()
+        self._numbers = memoryview(self._few).cast("B").cast("I")  # takes an array as one copy of its bytes
         self._listed = (ctypes.c_uint64 * 2)()
         self._tokens = (ctypes.c_int64 * 5)()
         self._count = ctypes.c_uint32()
@@ -112,12 +110,11 @@ class Launcher:
         """Fill the ids' block; returns its kind."""
         count = len(batch.host)
         if batch.unit == "pages" and batch.on_device is None and count <= FEW_IDS:
-            pack = _packer(count)
-            pack(self._few, 0, *batch.host)
-            pack(self._few, 4 * FEW_IDS, *batch.device)
+            self._numbers[:count] = batch.host
+            self._numbers[FEW_IDS : FEW_IDS + count] = batch.device
             return "few"
         on_device = batch.on_device
-        lists = array("I", batch.host + batch.device)
+        lists = batch.host + batch.device
         memory = self._driver.allocate(4 * max(len(lists), 1))
         keep.append(memory)
         self._driver.upload(memory.address, lists, stream)
@@ -133,12 +130,6 @@ class Launcher:
             self._tokens[3] = on_device.stride(0)
             self._tokens[4] = int(on_device.dtype == torch.int64)
         return "tokens"
-
-
-@functools.cache
-def _packer(count: int) -> Callable[..., None]:
-    """Writes so many numbers into a buffer: faster than assigning a slice of a ctypes array."""
-    return struct.Struct(f"{count}I").pack_into
 
 
 def _signed(value: int) -> int:

@@ -23,7 +23,7 @@ from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dty
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.memory import HostBuffer, available_host_bytes
+from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.staging import Ring
@@ -31,6 +31,7 @@ from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers
 
 PAGE_ALIGN = 256
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class HostPool:
         self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
         self._destroyed = False
         self._backend = Backend(self.program, self.device, require)
-        nbytes = self.host_layout(self.page_num).nbytes
+        whole = self.host_layout(self.page_num)
+        nbytes = whole.nbytes
         available = available_host_bytes()
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
@@ -109,9 +111,10 @@ class HostPool:
         self._buffer = HostBuffer(
             nbytes,
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
+            numa_node=self._backend.numa_node(),
             registrar=self._backend.registrar(),
-            granularity=max(self.page_bytes, 1),
-            chunk_bytes=env.number("REGISTER_CHUNK_GB") << 30,
+            units=_units(whole, self.page_num),
+            chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
         )
         self.kv_buffer = self._buffer.tensor
         address = self._buffer.device_address(0) if nbytes else 0
@@ -120,7 +123,7 @@ class HostPool:
             self._backend.engine(), self.program, address, self.kv_buffer, self.page_num
         )
         self._init_write_back_staging_buffers()
-        self._transfers.use_ring(self._ring())
+        self._transfers.use_ring(self._ring(), self._buffer.borders)
         # Held by the finalizer, both outlive a pool that is dropped with work in flight.
         self._end = weakref.finalize(self, _end, self._transfers, self._buffer, self._owner)
 
@@ -457,6 +460,11 @@ def _end(transfers: Transfers, buffer: HostBuffer, owner: int) -> None:
         transfers.drain()
     finally:
         buffer.destroy()
+
+
+def _units(host: HostLayout, pages: int) -> list[Units]:
+    """What the copy engine moves at once: no registration may end inside one."""
+    return [Units(start, r.nbytes, pages) for r in host.ranges if r.nbytes for start in r.starts]
 
 
 def indices_align(nbytes: int) -> int:

@@ -6,10 +6,12 @@ pages merge into longer ones. While the copy engine empties one slot, kernels fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from poolwright.runtime.description import HostLayout, PageRanges
+from poolwright.runtime.description import HostLayout
 from poolwright.runtime.driver import Driver, Event, Memory, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Place
@@ -51,17 +53,23 @@ class Staging:
     """Moves batches through a ring."""
 
     def __init__(
-        self, driver: Driver, program: SizedProgram, ring: Ring, host: HostLayout, host_address: int
+        self,
+        driver: Driver,
+        program: SizedProgram,
+        ring: Ring,
+        host: HostLayout,
+        host_address: int,
+        borders: Sequence[int] = (),
     ) -> None:
         self._driver, self._program, self._ring = driver, program, ring
-        self._host_address = host_address
+        self._host_address, self._borders = host_address, borders
         self._page_bytes = max(host.page_bytes, 1)
         inside = program.host(ring.slot_pages)
         self._spans = tuple(
             _Span(here, there, outer.nbytes)
             for outer, inner in zip(host.ranges, inside.ranges, strict=True)
             if outer.nbytes and (outer.ident is None or program.present(outer.ident))
-            for here, there in zip(_starts(outer), _starts(inner), strict=True)
+            for here, there in zip(outer.starts, inner.starts, strict=True)
         )
 
     def write_back(
@@ -121,9 +129,9 @@ class Staging:
                 )
                 for i in range(0, count, size)
             ]
-        order = sorted(range(count), key=batch.host.__getitem__)
-        host = [batch.host[i] for i in order]
-        device = [batch.device[i] for i in order]
+        here, there = batch.host.tolist(), batch.device.tolist()
+        order = sorted(range(count), key=here.__getitem__)
+        host, device = array("I", [here[i] for i in order]), array("I", [there[i] for i in order])
         return [
             batch._replace(host=host[i : i + size], device=device[i : i + size])
             for i in range(0, count, size)
@@ -139,12 +147,14 @@ class Staging:
         ]
         slot = [base + span.slot + at * span.nbytes for span in self._spans for _, at, _ in runs]
         sizes = [count * span.nbytes for span in self._spans for _, _, count in runs]
+        if self._borders:
+            host, slot, sizes = _cut(host, slot, sizes, self._borders)
         return host, slot, sizes
 
 
 def _inside(chunk: Batch) -> Batch:
     """The chunk with positions in the slot for host pages."""
-    return chunk._replace(host=list(range(len(chunk.host))))
+    return chunk._replace(host=array("I", range(len(chunk.host))))
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -162,9 +172,20 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _starts(ranges: PageRanges) -> list[int]:
-    """Where the ranges of page 0 start."""
-    starts = [ranges.base]
-    for extent, step in ranges.left:
-        starts = [start + i * step for start in starts for i in range(extent)]
-    return starts
+def _cut(
+    host: Sequence[int], slot: Sequence[int], sizes: Sequence[int], borders: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """The same copies, cut where they cross a border between two registrations of host memory: the driver
+    refuses a range that lies in two."""
+    parts = [part for copy in zip(host, slot, sizes, strict=True) for part in _parts(*copy, borders)]
+    return [part[0] for part in parts], [part[1] for part in parts], [part[2] for part in parts]
+
+
+def _parts(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    end = host + size
+    for border in borders[bisect_right(borders, host) :]:
+        if border >= end:
+            break
+        yield host, slot, border - host
+        slot, host = slot + border - host, border
+    yield host, slot, end - host

@@ -107,15 +107,17 @@ class Transfers:
                     binding.strides,
                 )
 
-    def use_ring(self, ring: Ring | None) -> None:
-        """Stage through this ring; None: not at all."""
+    def use_ring(self, ring: Ring | None, borders: Sequence[int] = ()) -> None:
+        """Stage through this ring; None: not at all. No copy crosses one of `borders`, host addresses."""
         if ring is not None:
             # Padding between components is never written: it must not hold what lay there before.
             with self._lock, self._driver.guard():
                 stream = self._streams["write"]
                 self._driver.fill(ring.memory.address, 0, ring.memory.nbytes // 4, stream)
                 self._driver.synchronize(self._driver.record(stream))
-            self._staging = Staging(self._driver, self.program, ring, self._layout, self._host.address)
+            self._staging = Staging(
+                self._driver, self.program, ring, self._layout, self._host.address, borders
+            )
 
     def in_flight(self, pages: set[int], after: Ticket | None) -> int | None:
         """A page among these whose transfer the caller does not know to be done, or None."""
