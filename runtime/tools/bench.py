@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(generated.POOLS)
         raise package.PackageError(f"no pool {args.pool!r} in {generated.__name__}; pools are {known}")
     pool_class = generated.pool_class(args.pool)
+    if not pool_class.spec.components:
+        raise package.PackageError(f"{args.pool} has no bytes to move; name another pool")
     given = {**arguments(pool_class, sizes(pool_class, args.words)), **_orders(pool_class.spec, args)}
     if args.plot is not None:
         _pyplot()  # what is missing is named before the work
@@ -98,6 +100,8 @@ def sizes(pool_class: type[HostPool], words: Sequence[str]) -> Sample:
     for name in given:
         if name not in known:
             raise package.PackageError(f"--set {name}: {spec.name} has {', '.join(known)}")
+    defaults = {p.name: str(p.default) for p in spec.params if p.default is not None}
+    given = defaults | given
     missing = [name for name in (*params, "layers") if name not in given]
     if missing:
         needed = " ".join(f"--set {name}=..." for name in missing)
@@ -122,7 +126,7 @@ def _one(name: str, text: str) -> int:
         raise package.PackageError(f"--set {name}={text}: expected an integer") from None
 
 
-def _choice(name: str, given: Mapping[str, str], allowed: Sequence[str]) -> str:
+def _choice(name: str, given: Mapping[str, str], allowed: Collection[str]) -> str:
     found = given.get(name, next(iter(allowed)))
     if found not in allowed:
         raise package.PackageError(f"--set {name}={found}: expected one of {', '.join(allowed)}")

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     units: list[Unit] = []
     for name in [args.pool] if args.pool is not None else generated.POOLS:
         units += _units(generated.pool_class(name), args)
-    if not units:
+    if not units and (args.form or args.layout):
         raise package.PackageError(f"no pool has form {args.form!r} with layout {args.layout!r}")
     say: Callable[[str], None] = (lambda _: None) if args.json else (lambda text: print(text, flush=True))
     rows = list(host_rows(units, say) if args.device == "cpu" else cuda_rows(units, archs, say))
@@ -260,7 +260,7 @@ def _cubins(unit: Unit, arch: str) -> Row:
 
 
 def _table(rows: Sequence[Row]) -> None:
-    width = max(len(row.unit) for row in rows)
+    width = max((len(row.unit) for row in rows), default=4)
     print(f"{'unit':{width}} {'arch':8} {'bytes':>9} {'seconds':>8}  state")
     for row in rows:
         state = row.state if not row.failed else "failed"
