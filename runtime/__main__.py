@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 TOOLS = {
     "verify": "copy every pool in every layout and compare with an independent oracle",
+    "bench": "measure bandwidth over size, beside a plain copy",
     "compile": "compile generated sources ahead of time into the cache",
     "doctor": "say what this machine has and what is missing",
 }

@@ -164,6 +164,14 @@ class PageRanges:
     left: tuple[tuple[int, int], ...]
     nbytes: int
 
+    @property
+    def starts(self) -> list[int]:
+        """Where the ranges of page 0 start."""
+        found = [self.base]
+        for extent, step in self.left:
+            found = [start + i * step for start in found for i in range(extent)]
+        return found
+
 
 @dataclass(frozen=True)
 class HostLayout:

@@ -8,8 +8,10 @@ import mmap
 import os
 import platform
 import weakref
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,13 +19,16 @@ import torch
 from poolwright.runtime.budget import available_host_bytes
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
 
-__all__ = ["HostBuffer", "HostMemoryError", "Registrar", "available_host_bytes"]
+__all__ = ["HostBuffer", "HostMemoryError", "Registrar", "Units", "available_host_bytes"]
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 
+MOST_THREADS = 16
+
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_BIND = 2
+_MPOL_PREFERRED = 1  # a pool may be larger than a node: binding to it would have the kernel end the process
+_POPULATE_WRITE = 23  # since Linux 5.14: pages are made without being written a second time from here
 
 
 class HostMemoryError(PoolError):
@@ -42,12 +47,28 @@ class Registrar(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Units:
+    """Copy units side by side: `count` of `nbytes` each, from byte `start` of a buffer on."""
+
+    start: int
+    nbytes: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes * self.count
+
+
 class HostBuffer:
     """One anonymous mapping of `nbytes`, zeroed, aligned to 4 KiB (2 MiB with `hugepages`).
 
-    With a `registrar` the memory is touched by `threads` threads (0: up to 8) and registered in chunks of
-    at most `chunk_bytes` that never split a copy unit of `granularity` bytes; without one it stays lazy
-    unless `touch` is set. Either everything is registered or an error is raised and nothing is held.
+    With a `registrar` the memory is touched by `threads` threads (0: up to 16) and registered in chunks of
+    at most `chunk_bytes` that split none of `units`; without one it stays lazy unless `touch` is set. Either
+    everything is registered or an error is raised and nothing is held. Memory comes from NUMA node
+    `numa_node` while that has any; `placement` says so, or why the kernel refused.
+
+    `borders`: addresses, as the device has them, between two chunks. A copy must not cross one.
     """
 
     def __init__(
@@ -58,13 +79,15 @@ class HostBuffer:
         numa_node: int | None = None,
         threads: int = 0,
         registrar: Registrar | None = None,
-        granularity: int = 1,
+        units: Sequence[Units] = (),
         chunk_bytes: int = 16 << 30,
         touch: bool = False,
     ) -> None:
         """Raises ValueError for impossible sizes, OutOfMemoryBudget, HostMemoryError."""
-        chunk = _chunk_size(nbytes, granularity, chunk_bytes)
+        _check_units(nbytes, units)
         self.nbytes = nbytes
+        self.placement = "any NUMA node"
+        self.borders: tuple[int, ...] = ()
         self.address = 0
         self._alias = 0
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
@@ -74,17 +97,19 @@ class HostBuffer:
         self._tensor = _map(nbytes, hugepages)
         self.address = self._alias = self._tensor.data_ptr()
         try:
+            starts = _chunk_starts(nbytes, chunk_bytes, units)
             if numa_node is not None:
-                _bind(self.address, nbytes, numa_node)
+                self.placement = _prefer(self.address, nbytes, numa_node)
             if registrar is not None or touch:
-                _touch(self.address, nbytes, threads or min(os.cpu_count() or 1, 8))
+                _touch(self.address, nbytes, threads or min(os.cpu_count() or 1, MOST_THREADS))
+            chunks = [self.address + start for start in starts]
             if registrar is not None:
-                self._alias = _register(registrar, self.address, nbytes, chunk)
+                self._alias = _register(registrar, chunks, self.address + nbytes)
         except BaseException:
             self._tensor = None  # unmapped now, not when the traceback goes
             raise
         if registrar is not None:
-            chunks = range(self.address, self.address + nbytes, chunk)
+            self.borders = tuple(self._alias + start for start in starts[1:])
             # The tensor is held until then: memory must not go away while it is registered.
             held = (registrar, chunks, self._tensor, os.getpid())
             self._release = weakref.finalize(self, _unregister_here, *held)
@@ -120,24 +145,41 @@ class HostBuffer:
         self.destroy()
 
 
-def _chunk_size(nbytes: int, granularity: int, chunk_bytes: int) -> int:
-    """Bytes of a chunk: whole copy units, and whole memory pages, of which none may be registered twice."""
-    if nbytes < 0 or granularity < 1:
-        raise ValueError(f"expected nbytes >= 0 and granularity >= 1, got {nbytes:,} and {granularity:,}")
-    if granularity > chunk_bytes:
+def _check_units(nbytes: int, units: Sequence[Units]) -> None:
+    if nbytes < 0 or any(unit.nbytes < 1 or unit.start < 0 or unit.end > nbytes for unit in units):
         raise ValueError(
-            f"a copy unit of {granularity:,} bytes does not fit a chunk of {chunk_bytes:,} bytes:"
-            " raise chunk_bytes"
+            f"expected nbytes >= 0 and units of at least a byte in them, got {nbytes:,}, {units}"
         )
-    if nbytes <= chunk_bytes:
-        return chunk_bytes
-    step = math.lcm(granularity, PAGE)
-    if step > chunk_bytes:
-        raise ValueError(
-            f"copy units of {granularity:,} bytes end on a memory page every {step:,} bytes only, more than a"
-            f" chunk of {chunk_bytes:,}: make the unit a multiple of {PAGE} or raise chunk_bytes"
-        )
-    return chunk_bytes // step * step
+
+
+def _chunk_starts(nbytes: int, chunk_bytes: int, units: Sequence[Units]) -> list[int]:
+    """Where chunks start: on a memory page, since none may be registered twice, and inside no unit."""
+    placed = sorted(units, key=lambda unit: unit.start)
+    starts = [0]
+    while nbytes - starts[-1] > chunk_bytes:
+        at = _last_cut(starts[-1] + chunk_bytes, placed)
+        if at <= starts[-1]:
+            raise ValueError(
+                f"a chunk of {chunk_bytes:,} bytes from byte {starts[-1]:,} of a host buffer can end nowhere:"
+                f" no copy unit of {units[0].nbytes if units else 0:,} bytes ends on a memory page there;"
+                " raise POOLWRIGHT_REGISTER_CHUNK_GB"
+            )
+        starts.append(at)
+    return starts
+
+
+def _last_cut(limit: int, units: Sequence[Units]) -> int:
+    """The last byte up to `limit` where a chunk may end; `units` in the order of their starts."""
+    at = limit // PAGE * PAGE
+    for unit in reversed(units[: bisect_right(units, at, key=lambda unit: unit.start)]):
+        if unit.end <= at:
+            return at
+        step = math.lcm(unit.nbytes, PAGE)
+        first = next((c for c in range(unit.start, unit.start + step, unit.nbytes) if c % PAGE == 0), None)
+        if first is not None and first <= at:
+            return first + (at - first) // step * step
+        at = unit.start // PAGE * PAGE  # nowhere in these units: before them, where others may lie
+    return at
 
 
 def _map(nbytes: int, hugepages: bool) -> torch.Tensor:
@@ -159,52 +201,57 @@ def _map(nbytes: int, hugepages: bool) -> torch.Tensor:
     return whole[start : start + nbytes]
 
 
-def _bind(address: int, nbytes: int, node: int) -> None:
-    """Let the pages of this range come from NUMA node `node` only."""
+def _prefer(address: int, nbytes: int, node: int) -> str:
+    """Let the pages of this range come from NUMA node `node` as long as it has any; what came of it."""
     if node < 0:
         raise ValueError(f"expected a NUMA node >= 0, got {node}")
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
     # The kernel reads one bit less than it is told.
-    failed = _mbind(address, nbytes, mask, len(mask) * bits + 1)
-    if failed:
-        raise HostMemoryError(
-            f"{nbytes:,} bytes cannot be bound to NUMA node {node}: {os.strerror(failed)}: use numa_node=None"
-        )
+    refused = _mbind(address, nbytes, mask, len(mask) * bits + 1)
+    return f"NUMA node {node}" if not refused else f"any NUMA node; node {node} was refused: {refused}"
 
 
-def _mbind(address: int, nbytes: int, mask: ctypes.Array[ctypes.c_ulong], bits: int) -> int:
-    """The system call, which libc does not wrap; 0 or the error number."""
+def _mbind(address: int, nbytes: int, mask: ctypes.Array[ctypes.c_ulong], bits: int) -> str:
+    """The system call, which libc does not wrap; "" or why it failed."""
     machine = platform.machine()
     if machine not in _MBIND:
-        raise HostMemoryError(
-            f"NUMA binding is known for {sorted(_MBIND)}, not {machine}: use numa_node=None"
-        )
+        return f"its system call is known for {sorted(_MBIND)}, not {machine}"
     libc = ctypes.CDLL(None, use_errno=True)
     sizes = ctypes.c_ulong
-    arguments = sizes(address), sizes(nbytes), ctypes.c_long(_MPOL_BIND), mask, sizes(bits), sizes(0)
-    return ctypes.get_errno() if libc.syscall(ctypes.c_long(_MBIND[machine]), *arguments) else 0
+    arguments = sizes(address), sizes(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask, sizes(bits), sizes(0)
+    failed = libc.syscall(ctypes.c_long(_MBIND[machine]), *arguments)
+    return os.strerror(ctypes.get_errno()) if failed else ""
 
 
 def _touch(address: int, nbytes: int, threads: int) -> None:
     """Have every page there. ctypes lets go of the interpreter lock, so threads do run side by side."""
     part = -(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE
     with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, nbytes, part):
-            pool.submit(ctypes.memset, address + start, 0, min(part, nbytes - start))
+        parts = [(address + start, min(part, nbytes - start)) for start in range(0, nbytes, part)]
+        list(pool.map(_populate, *zip(*parts, strict=True)))
 
 
-def _register(registrar: Registrar, address: int, nbytes: int, chunk: int) -> int:
+def _populate(address: int, nbytes: int) -> None:
+    """Have the pages of one part there; the address may be anywhere in a page."""
+    libc = ctypes.CDLL(None)
+    first = address // PAGE * PAGE
+    size = ctypes.c_size_t(address + nbytes - first)
+    if libc.madvise(ctypes.c_void_p(first), size, ctypes.c_int(_POPULATE_WRITE)) != 0:
+        ctypes.memset(address, 0, nbytes)  # an older kernel
+
+
+def _register(registrar: Registrar, chunks: Sequence[int], end: int) -> int:
     """Register everything, or nothing and raise; the device's address of the first byte."""
-    chunks = range(address, address + nbytes, chunk)
-    base = 0
+    address = base = chunks[0]
     for k, start in enumerate(chunks):
-        size = min(chunk, address + nbytes - start)
+        size = (chunks[k + 1] if k + 1 < len(chunks) else end) - start
         try:
             alias = registrar.register(start, size)
         except Exception as error:
-            why = f"registering chunk {k + 1} of {len(chunks)} ({size:,} of {nbytes:,} bytes) failed: {error}"
+            whole = f"({size:,} of {end - address:,} bytes)"
+            why = f"registering chunk {k + 1} of {len(chunks)} {whole} failed: {error}"
             _unregister(registrar, chunks[:k], why)
             raise HostMemoryError(f"{why}: raise the limit of locked memory or lower the capacity") from error
         base = alias if k == 0 else base
@@ -214,17 +261,17 @@ def _register(registrar: Registrar, address: int, nbytes: int, chunk: int) -> in
                 f" {base + start - address:#x} behind the chunks before it, but kernels need one base"
             )
             _unregister(registrar, chunks[: k + 1], why)
-            raise HostMemoryError(f"{why}: raise chunk_bytes to {nbytes:,} for a single chunk")
+            raise HostMemoryError(f"{why}: raise chunk_bytes to {end - address:,} for a single chunk")
     return base
 
 
-def _unregister_here(registrar: Registrar, chunks: range, memory: torch.Tensor, owner: int) -> None:
+def _unregister_here(registrar: Registrar, chunks: Sequence[int], memory: torch.Tensor, owner: int) -> None:
     """Unregister what this process registered; `memory` is held until then."""
     if os.getpid() == owner:  # in a fork the registration is the parent's
         _unregister(registrar, chunks, "destroying a host buffer")
 
 
-def _unregister(registrar: Registrar, chunks: range, during: str) -> None:
+def _unregister(registrar: Registrar, chunks: Sequence[int], during: str) -> None:
     """Unregister every chunk, last first. Raises HostMemoryError for those that fail, after all of them."""
     failures = []
     for start in reversed(chunks):

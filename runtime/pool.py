@@ -25,7 +25,7 @@ from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dty
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.memory import HostBuffer, available_host_bytes
+from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
 from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
@@ -36,6 +36,7 @@ from poolwright.runtime.transfer import Transfers, together
 PAGE_ALIGN = 256
 ANY_PAGES = 1 << 31
 """Device pages of a pool that has no bytes: any id that kernels could take."""
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ class HostPool:
         self._shared, self._transfers = shared, shared.transfers
         self.name = shared.member or self.spec.name
         self._backend = Backend(self.program, self.device, shared.code)
-        nbytes = self.host_layout(self.page_num).nbytes
+        whole = self.host_layout(self.page_num)
+        nbytes = whole.nbytes
         available = available_host_bytes()
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
@@ -145,9 +147,10 @@ class HostPool:
         buffer = HostBuffer(
             nbytes,
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
+            numa_node=shared.code.numa_node(),
             registrar=shared.code.registrar(),
-            granularity=max(self.page_bytes, 1),
-            chunk_bytes=env.number("REGISTER_CHUNK_GB") << 30,
+            units=_units(whole, self.page_num),
+            chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
         )
         try:
             self._init_write_back_staging_buffers()
@@ -526,6 +529,11 @@ class HostPool:
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
+
+
+def _units(host: HostLayout, pages: int) -> list[Units]:
+    """What the copy engine moves at once: no registration may end inside one."""
+    return [Units(start, r.nbytes, pages) for r in host.ranges if r.nbytes for start in r.starts]
 
 
 def indices_align(nbytes: int) -> int:

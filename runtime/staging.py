@@ -7,11 +7,12 @@ into longer ones. While the copy engine empties one slot, kernels fill the next.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from poolwright.runtime.description import PageRanges
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
@@ -33,10 +34,13 @@ class _Span:
 
 
 class _Stage:
-    """A member's slots, and where the ranges of its pages lie on both sides."""
+    """A member's slots, and where the ranges of its pages lie on both sides.
+
+    `borders`: host addresses that no copy crosses, where one registration ends and the next begins.
+    """
 
     def __init__(self, member: Member, ring: Ring) -> None:
-        self.member, self.ring = member, ring
+        self.member, self.ring, self.borders = member, ring, member.buffer.borders
         self.page_bytes = max(member.layout.page_bytes, 1)
         self.slots = [ring.slot(number) for number in range(SLOTS)]
         inside = member.program.host(ring.slot_pages)
@@ -44,7 +48,7 @@ class _Stage:
             _Span(member.place.address + here, there, outer.nbytes)
             for outer, inner in zip(member.layout.ranges, inside.ranges, strict=True)
             if outer.nbytes and (outer.ident is None or member.program.present(outer.ident))
-            for here, there in zip(_starts(outer), _starts(inner), strict=True)
+            for here, there in zip(outer.starts, inner.starts, strict=True)
         )
 
     def chunks(self, batch: Batch, capture: bool) -> Iterator[tuple[list[int], Batch]]:
@@ -53,19 +57,19 @@ class _Stage:
         They come in the order of their host pages, so that runs merge. Rows that wait to be captured fill
         whole slots: the ring takes in all that it can hold at once.
         """
-        host, device, on_device = batch.host, batch.device, batch.on_device
+        host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
         count, size = len(host), self.ring.slot_pages
         if not capture:
             wanted = max(SMALLEST_CHUNK, count * self.page_bytes // CHUNKS) // self.page_bytes
             size = max(1, min(size, wanted))
         if on_device is None and (ordered := sorted(host)) != host:
             places = sorted(range(count), key=host.__getitem__)
-            host, device = ordered, [device[place] for place in places]
+            host, device = ordered, array("I", [device[place] for place in places])
         span = 0 if on_device is None else len(on_device) // count
         for i in range(0, count, size):
             pages = host[i : i + size]
             part = on_device if on_device is None else on_device[i * span : (i + size) * span]
-            inside = list(range(len(pages)))
+            inside = array("I", range(len(pages)))
             yield pages, Batch(batch.unit, inside, device[i : i + size], set(), None, part)
 
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
@@ -73,9 +77,13 @@ class _Stage:
         runs = _runs(pages)
         for span in self.spans:
             size, start, inside = span.nbytes, span.host, base + span.slot
-            chunk.host += [start + first * size for first, _, _ in runs]
-            chunk.slot += [inside + at * size for _, at, _ in runs]
-            chunk.sizes += [count * size for _, _, count in runs]
+            copies = [(start + first * size, inside + at * size, count * size) for first, at, count in runs]
+            if self.borders:
+                copies = [part for copy in copies for part in _cut(*copy, self.borders)]
+            host, slot, sizes = zip(*copies, strict=True)
+            chunk.host += host
+            chunk.slot += slot
+            chunk.sizes += sizes
 
 
 @dataclass
@@ -189,9 +197,12 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _starts(ranges: PageRanges) -> list[int]:
-    """Where the ranges of page 0 start."""
-    starts = [ranges.base]
-    for extent, step in ranges.left:
-        starts = [start + i * step for start in starts for i in range(extent)]
-    return starts
+def _cut(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """A copy in pieces that end at borders: the driver refuses a range that lies in two registrations."""
+    end = host + size
+    for border in borders[bisect_right(borders, host) :]:
+        if border >= end:
+            break
+        yield host, slot, border - host
+        slot, host = slot + border - host, border
+    yield host, slot, end - host

@@ -6,18 +6,23 @@ import ctypes
 import random
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from simulation import CONFIGS, first, last, world
 
+from poolwright.generated.pools.mha.pool import MHATokenToKVPoolHost
 from poolwright.generated.pools.mla.pool import MLATokenToKVPoolHost
+from poolwright.runtime import env
+from poolwright.runtime import pool as pools
 from poolwright.runtime.driver import Memory
 from poolwright.runtime.driver.host import HostDriver
 from poolwright.runtime.driver.simulated import CALLS, SimulatedDriver, SimulatedStream, runs_of
 from poolwright.runtime.driver.simulated_memory import SimulationError
 from poolwright.runtime.errors import PoolError
+from poolwright.runtime.memory import PAGE
 from poolwright.runtime.testing import driver_in_use, use_driver
 
 
@@ -382,3 +387,50 @@ def test_pools_take_the_driver_that_is_in_use(driver: SimulatedDriver) -> None:
     plain = MLATokenToKVPoolHost(**sizes, page_size=2, capacity_pages=2)
     assert isinstance(plain._backend.driver, HostDriver)
     plain.destroy()
+
+
+@pytest.mark.parametrize("component_pages", [(PAGE, PAGE), (PAGE, 3 * PAGE), (PAGE // 2, 3 * PAGE // 2)])
+def test_no_copy_crosses_two_registrations(
+    driver: SimulatedDriver, component_pages: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbouring pages are copied together, except where the registration of host memory ends between them;
+    the driver refuses a range that lies in two registrations."""
+    monkeypatch.setattr(env, "number", lambda name: 5 * PAGE if name == "REGISTER_CHUNK_GB" else 0)
+    monkeypatch.setattr(pools, "GIB", 1)
+    copied: list[int] = []
+    copy = driver.copy
+
+    def watched(
+        to: Sequence[int], source: Sequence[int], sizes: Sequence[int], *rest: Any, **more: Any
+    ) -> None:
+        copied.extend(sizes)
+        copy(to, source, sizes, *rest, **more)
+
+    monkeypatch.setattr(driver, "copy", watched)
+    pages, sizes = 8, [nbytes // 4 for nbytes in component_pages]
+    widths = dict(zip(("head_dim", "v_head_dim"), sizes, strict=True))
+    with use_driver(driver):
+        pool = MHATokenToKVPoolHost(
+            heads=1, **widths, dtype=torch.bfloat16, layers=[0], page_size=2, capacity_pages=pages
+        )
+    assert len(pool._buffer.borders) >= 2
+    tensors = {
+        name: [driver.tensor((pages * 2, 1, width), torch.bfloat16)]
+        for name, width in zip(("k", "v"), sizes, strict=True)
+    }
+    for (tensor,) in tensors.values():
+        driver.cpu("first contents", tensor.data_ptr(), tensor.nbytes, writes=True)
+        tensor.view(torch.uint8).copy_(torch.randint(0, 256, tensor.view(torch.uint8).shape))
+    kept = [tensor.clone() for (tensor,) in tensors.values()]
+    pool.bind(tensors)
+    ids = torch.arange(pages)
+    pool.write_back(ids, ids, unit="page", path="staged").wait()
+    assert sum(copied) == pages * sum(component_pages)
+    assert max(copied) > max(component_pages)
+    for (tensor,) in tensors.values():
+        driver.cpu("clear", tensor.data_ptr(), tensor.nbytes, writes=True)
+        tensor.zero_()
+    pool.load(ids, ids, unit="page", path="staged").wait()
+    for (tensor,), before in zip(tensors.values(), kept, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
+    pool.destroy()

@@ -9,6 +9,7 @@ import typer
 
 _FORWARDED = {
     "verify": "Copy every pool in every layout, and every group, and compare with an independent oracle.",
+    "bench": "Measure bandwidth over size, beside a plain copy.",
     "compile": "Compile generated sources ahead of time into the cache.",
     "doctor": "Say what this machine has and what is missing.",
 }

@@ -73,6 +73,10 @@ class Driver(Protocol):
 
     def unregister(self, address: int) -> None: ...
 
+    def numa_node(self) -> int | None:
+        """The NUMA node whose memory is nearest to the device; None where the system does not say."""
+        ...
+
     def stream(self) -> Stream:
         """A new stream."""
         ...

@@ -55,6 +55,9 @@ class HostDriver:
     def unregister(self, address: int) -> None:
         return None
 
+    def numa_node(self) -> int | None:
+        return None
+
     def stream(self) -> Stream:
         return None
 

@@ -271,6 +271,9 @@ class SimulatedDriver:
         with self._lock:
             self.shadow.find(address, 1, "unregister")[0].gone = "unregistered"
 
+    def numa_node(self) -> int | None:
+        return None
+
     def stream(self) -> SimulatedStream:
         with self._call("stream"):
             return self._make(f"stream {len(self._streams)}")

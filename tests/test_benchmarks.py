@@ -1,0 +1,244 @@
+"""The benchmarks' own logic: targets, timelines, going on where a run ended, and the peer's calls."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+MB = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the folder can be imported, for one test."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def cell(direction: str, range_bytes: int, total: int, order: str = "scattered", **seconds: float) -> Any:
+    """A cell of which ``ref`` takes one second; a number is what a way takes."""
+    targets = module("targets")
+    figures = {"ref": targets.Figure(1.0, 0.0, 0.0)}
+    figures |= {name.replace("_at_", " "): targets.Figure(s, 0.0, 0.0) for name, s in seconds.items()}
+    return targets.Cell("pool", 64, 1, order, direction, range_bytes, total, 10, figures)
+
+
+@pytest.mark.parametrize(
+    ("direction", "range_bytes", "total", "order", "goal"),
+    [
+        ("write_back", 4 << 20, 256 * MB, "scattered", 98.5),
+        ("load", 512 << 10, 256 * MB, "runs", 98.5),
+        ("load", 512 << 10, 64 * MB, "scattered", 97.0),
+        ("load", 512 << 10, 63 * MB, "scattered", None),
+        ("load", (512 << 10) - 1, 256 * MB, "scattered", None),
+        ("load_layers", 20 << 10, 64 * MB, "scattered", 92.0),
+        ("load_layers", 4 << 20, 63 * MB, "scattered", None),
+        ("write_back", 20 << 10, 16 * MB, "scattered", 94.0),
+        ("load", 70 << 10, 16 * MB, "scattered", 92.0),
+        ("load", 70 << 10, 4 * MB, "scattered", 90.0),
+        ("load", 70 << 10, 3 * MB, "scattered", None),
+        ("write_back", 64 << 10, 64 * MB, "runs", 97.0),
+        ("write_back", 64 << 10, 63 * MB, "runs", 94.0),
+    ],
+)
+def test_the_goal_of_a_cell_follows_from_what_it_moves(
+    direction: str, range_bytes: int, total: int, order: str, goal: float | None
+) -> None:
+    assert module("targets").goal(cell(direction, range_bytes, total, order)) == goal
+
+
+@pytest.mark.parametrize(
+    ("seconds", "missed"),
+    [
+        ({"chosen": 1.01}, []),
+        ({"chosen": 1.02}, ["against ref"]),
+        ({"chosen": 1.01, "sglang_at_staged": 1.0}, []),
+        ({"chosen": 1.01, "sglang_at_staged": 0.98}, ["against sglang staged"]),
+        ({"chosen": 1.0, "sglang_at_register": 0.97, "sglang_at_tma": 0.9}, ["against sglang tma"]),
+        ({"chosen": 1.01, "zero_copy": 0.99, "staged": 1.2}, []),
+        ({"chosen": 1.01, "zero_copy": 0.97}, ["against zero_copy, forced"]),
+        ({"zero_copy": 0.97}, []),
+    ],
+)
+def test_misses_name_what_a_cell_falls_behind(seconds: dict[str, float], missed: list[str]) -> None:
+    found = module("targets").misses([cell("write_back", 4 << 20, 256 * MB, **seconds)])
+    assert [miss.what for miss in found] == missed
+
+
+def test_a_spread_excuses_as_much_as_it_is() -> None:
+    targets = module("targets")
+    one = cell("write_back", 4096, MB, chosen=1.05, sglang=1.0)
+    assert [miss.what for miss in targets.misses([one])] == ["against sglang"]
+    figures = {**one.figures, "sglang": targets.Figure(1.0, 0.06, 0.0)}
+    assert not list(targets.misses([targets.Cell(**{**vars(one), "figures": figures})]))
+
+
+def test_the_first_layer_has_its_share_of_the_whole_and_20_us() -> None:
+    targets = module("targets")
+    one = cell("load_layers", 4096, MB)
+    for first, count in ((0.1 + 19e-6, 0), (0.1 + 21e-6, 1)):
+        figures = {**one.figures, "chosen": targets.Figure(1.0, 0.0, 0.0, first)}
+        found = list(targets.misses([targets.Cell(**{**vars(one), "figures": figures})]))
+        assert [miss.what for miss in found] == ["first layer"] * count
+
+
+def test_only_what_ran_side_by_side_is_counted() -> None:
+    timeline = module("timeline")
+    alone = timeline.Lane([float(i) for i in range(20)])
+    # Ten things of one second, then ten of two seconds while the other lane runs.
+    beside = timeline.Lane([*(float(i) for i in range(10)), *(10.0 + 2 * i for i in range(10))])
+    moves = timeline.Lane([11.0, 15.0, 19.0, 40.0])
+    assert timeline.slowdown(alone, beside, moves, skip=0) == pytest.approx(1.0)
+    assert timeline.rate(moves, beside, skip=0) == pytest.approx(1 / 4)
+    assert timeline.rate(moves, timeline.Lane([100.0, 101.0]), skip=0) is None
+
+
+def options(**more: Any) -> argparse.Namespace:
+    given = dict(device="cpu", budget_s=1e9, repeats=3, limit_mb=1, order=["scattered"], only=None)
+    return argparse.Namespace(**{**given, **more})
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The grid over two small pools of one or two pages."""
+    shapes, grid = module("shapes"), module("grid")
+    monkeypatch.setattr(grid, "SHAPES", (shapes.mla("MLA", 2, 32, 4), shapes.mha(2, 256, 1)))
+    monkeypatch.setattr(grid, "PAGES", (1, 2))
+    return grid
+
+
+def test_the_grid_goes_on_where_it_ended(small: Any, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "grid.json"
+    assert not small.measure(options(budget_s=-1.0), small.Results(file))
+    assert small.measure(options(only=["MLA"]), small.Results(file))
+    begun = small.Results(file)
+    assert len(begun.cells) == 2 * 3
+    assert small.measure(options(), begun)
+    kept = small.Results(file)
+    assert kept.cells == begun.cells
+    assert len(kept.cells) == 2 * 2 * 3
+    capsys.readouterr()
+    assert small.measure(options(), kept)
+    assert capsys.readouterr().out == ""
+    small.summary(kept)
+    assert "12 cells" in capsys.readouterr().out
+
+
+def test_a_way_that_moves_other_bytes_ends_the_grid(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = small.Grid._ours
+
+    def lying(self: Any, direction: str, host: torch.Tensor, device: torch.Tensor, path: str | None) -> Any:
+        if path is None:
+            host = host.flip(0)
+        return honest(self, direction, host, device, path)
+
+    monkeypatch.setattr(small.Grid, "_ours", lying)
+    with pytest.raises(SystemExit, match=r"MLA 2 x 32 B, page 4: chosen: bytes differ"):
+        small.measure(options(), small.Results(None))
+
+
+class Library:
+    """Stands for a library of the peer: copies with torch what the kernel of that name copies."""
+
+    def __init__(self, rig: Any) -> None:
+        self.rig = rig
+
+    def rows(self, table: torch.Tensor) -> list[torch.Tensor]:
+        """What the addresses in a pointer table point to."""
+        known = {rows.data_ptr(): rows for component in self.rig.device for rows in component}
+        for side in self.rig.host:
+            known |= {side[:, at].data_ptr(): side[:, at] for at in range(side.shape[1])}
+        return [known[int(address)] for address in table]
+
+    def launch_one(self, k: Any, v: Any, to: Any, k_from: Any, v_from: Any, source: Any) -> None:
+        k[to], v[to] = k_from[source], v_from[source]
+
+    def launch_one_mla(self, rows: Any, to: Any, source_rows: Any, source: Any) -> None:
+        rows[to] = source_rows[source]
+
+    def launch_all(
+        self, k: Any, v: Any, to: Any, k_from: Any, v_from: Any, source: Any, *strides: int
+    ) -> None:
+        self.launch_all_mla(k, to, k_from, source, *strides)
+        self.launch_all_mla(v, to, v_from, source, *strides)
+
+    def launch_all_mla(self, table: Any, to: Any, table_from: Any, source: Any, *strides: int) -> None:
+        pairs = list(zip(self.rows(table), self.rows(table_from), strict=True))
+        row = pairs[0][0].shape[1]
+        assert strides in [(row * len(pairs), row), (row * len(pairs), row, row)]
+        for rows, source_rows in pairs:
+            rows[to] = source_rows[source]
+
+    def launch_all_mla_lf_pf_staged(
+        self, host: Any, to: Any, staging: Any, pages: Any, table: Any, size: int
+    ) -> None:
+        assert len(to) == len(staging) == len(pages) * size
+        tokens = (pages[:, None] + torch.arange(size)).reshape(-1)
+        for layer, rows in enumerate(self.rows(table)):
+            staging[:, layer] = rows[tokens]
+        host[to] = staging
+
+    def launch_all_lf_pf_staged(
+        self, k: Any, v: Any, to: Any, stage_k: Any, stage_v: Any, *rest: Any
+    ) -> None:
+        pages, table_k, table_v, size = rest
+        self.launch_all_mla_lf_pf_staged(k, to, stage_k, pages, table_k, size)
+        self.launch_all_mla_lf_pf_staged(v, to, stage_v, pages, table_v, size)
+
+    def write_back(
+        self, table: Any, host: Any, source: Any, to: Any, row: int, dim: int, layers: int
+    ) -> None:
+        assert (row, dim) == (host.shape[2], row * layers)
+        for layer, rows in enumerate(self.rows(table)):
+            host[to, layer] = rows[source]
+
+    def load(self, host: Any, rows: Any, source: Any, to: Any, layer: int, row: int, dim: int) -> None:
+        assert (row, dim) == (host.shape[2], row * host.shape[1])
+        rows[to] = host[source, layer]
+
+
+@pytest.mark.parametrize("kind", ["mla", "mha", "states"])
+def test_the_peer_moves_the_bytes_that_we_move(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, peer, grid = module("shapes"), module("sglang_peer"), module("grid")
+    made = {
+        "mla": lambda: shapes.mla("MLA", 3, 256, 4),
+        "mha": lambda: shapes.mha(3, 256, 4),
+        "states": lambda: shapes.states(3, 1),
+    }
+    rig = shapes.Rig(made[kind](), 70, "cpu")  # more pages than the peer stages at once
+    monkeypatch.setattr(peer, "available", lambda: "")
+    monkeypatch.setattr(peer, "_recorded", lambda: None)
+    monkeypatch.setattr(peer.Peer, "_module", lambda self, name: Library(rig))
+    peers = grid.peers(rig)
+    host, device = rig.lists(70, "scattered")
+    expected = rig.packed_device(device)
+    for name in peers[0].write_backs:
+        rig.poison_host(host)
+        for one in peers:
+            one.write_back(name, one.ids(host, device))
+        assert shapes.same(rig.packed_host(host), expected)
+    for name in peers[0].loads:
+        for layered in (False, True):
+            rig.poison_device(device)
+            for one in peers:
+                one.load(name, one.ids(host, device), layered=layered)
+            assert shapes.same(rig.packed_device(device), expected)
+    assert peers[0].write_backs == (("mamba",) if kind == "states" else ("staged",))
+    assert peers[0].loads == (("mamba",) if kind == "states" else ("register", "tma"))
+    rig.close()
