@@ -235,7 +235,7 @@ def _bind_group(
     form = program.spec.forms[program.form]
     tokens = program.sizes["page_size"] if "token" in form.order else 1
     found = [match(pool, expected, t, form.first_row(program.sizes), tokens) for t in tensors]
-    pages = min((one.pages for one in found), default=0)
+    pages = min((one.pages for one in found), default=NO_TENSORS)
     steps = found[0].strides if found else {axis: 0 for axis, _, _ in expected.axes}
     for at, one in enumerate(found):
         for axis, _, packed in expected.axes:
@@ -248,7 +248,8 @@ def _bind_group(
         raise ValueError(
             f"{pool}: {name}: rows: expected at least one whole page, got shape {tuple(tensors[0].shape)}"
         )
-    _check_apart(pool, expected, tensors, steps, pages)
+    if tensors:
+        _check_apart(pool, expected, tensors, steps, pages)
     bound = {}
     for at, part in enumerate(parts):
         inside = 0

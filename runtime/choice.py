@@ -47,7 +47,8 @@ def choose(work: Work, paths: Sequence[Availability], forced: str = "auto") -> s
         report = next((p for p in paths if p.path == forced), None)
         reason = ""
         if report and report.available:
-            reason = "it moves whole pages, not single tokens or layers, and no pages checked on the device"
+            what = "single layers" if work.layered else "scattered tokens, or pages checked on the device"
+            reason = f"it moves whole pages, and these are {what}"
         reason = reason or (report.reason if report else f"expected one of {', '.join(PATHS)}")
         raise ValueError(f"path {forced!r} was asked for and cannot be taken: {reason}")
     if "host" in usable:

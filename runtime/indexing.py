@@ -34,8 +34,8 @@ def move(
     """
     pages, tokens = _ids(batch, program.sizes["page_size"])
     for part in program.device:
-        if not program.present(part.ident):
-            continue
+        if not program.present(part.ident) or not views[part.ident]:
+            continue  # not there, or its layer list is empty
         bound = views[part.ident]
         host = host_view(buffer, layout, part.ident, bound[0].shape[-1])
         host_axes = [*(axis for axis, _, _ in layout.part(part.ident).axes), "byte"]

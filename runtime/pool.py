@@ -34,8 +34,6 @@ from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers, together
 
 PAGE_ALIGN = 256
-ANY_PAGES = 1 << 31
-"""Device pages of a pool that has no bytes: any id that kernels could take."""
 GIB = 1 << 30
 
 
@@ -321,7 +319,7 @@ class HostPool:
                 pool=pool.name,
                 page_size=pool.page_size,
                 host_pages=pool.page_num,
-                device_pages=binding.pages if binding.views else ANY_PAGES,
+                device_pages=binding.pages,
                 reserved=pool.spec.reserved,
                 tokens=pool.program.tokens,
                 device=pool.device,
@@ -508,7 +506,11 @@ class HostPool:
         key = (direction, len(batch.host_pages), layered, whole, forced)
         taken = self._choices.get(key)
         if taken is None:
-            taken = self._choices[key] = self._decide(*key)
+            try:
+                taken = self._choices[key] = self._decide(*key)
+            except ValueError as error:
+                where = " (POOLWRIGHT_PATH is set)" if path is None and forced != "auto" else ""
+                raise ValueError(f"{self.name}: {error}{where}") from None
         return taken
 
     def _decide(self, direction: str, pages: int, layered: bool, whole: bool, forced: str) -> str:
@@ -523,10 +525,7 @@ class HostPool:
             in_place=self.spec.updates == "in_place",
             whole_pages=whole,
         )
-        try:
-            return choice.choose(work, self.path_report(), forced)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
+        return choice.choose(work, self.path_report(), forced)
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream

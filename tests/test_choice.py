@@ -60,8 +60,15 @@ def test_a_forced_path_is_taken(path: str) -> None:
             work(64, 64, whole_pages=False),
             CUDA,
             "staged",
-            "path 'staged' was asked for and cannot be taken: it moves whole pages, not single tokens or "
-            "layers, and no pages checked on the device",
+            "path 'staged' was asked for and cannot be taken: it moves whole pages, and these are scattered "
+            "tokens, or pages checked on the device",
+        ),
+        (
+            work(64, 64, whole_pages=False, layered=True),
+            CUDA,
+            "staged",
+            "path 'staged' was asked for and cannot be taken: it moves whole pages, and these are single "
+            "layers",
         ),
         (
             work(64, 64),

@@ -149,3 +149,48 @@ def test_all_of_verify(package: Any, name: str, quick: bool) -> None:
     results = verify.verify(wanted, "cpu", lambda _: None)
     assert [result.difference for result in results if result.difference] == []
     assert all(result.cases > 100 for result in results)
+
+
+@pytest.mark.parametrize("path", ["host", "zero_copy", "torch"])
+@pytest.mark.parametrize(
+    ("attention", "indexed"), [((1, 4, 6), (4, 9)), ((6, 2), ()), ((), (3, 5)), ((1, 2), (1, 2)), ((), ())]
+)
+@pytest.mark.usefixtures("one_thread")
+def test_lists_of_components_make_one_order_with_holes(
+    package: Any, path: str, attention: tuple[int, ...], indexed: tuple[int, ...]
+) -> None:
+    """Each component moves with the layers it has; what has none comes with the first one."""
+    sizes = {"heads": 2, "dim": 3, "dtype": torch.uint8, "page_size": 2, "capacity_pages": 4}
+    pool = package.pool_class("two_lists")(**sizes, attention=attention, indexed=indexed)
+    different = attention != indexed and attention and indexed
+    layers = tuple(sorted({*attention, *indexed})) if different else attention or indexed
+    assert pool.layers == layers
+    tensors = {
+        "k": [torch.randint(1, 99, (12, 2, 3), dtype=torch.uint8) for _ in attention],
+        "idx": [torch.randint(1, 99, (6, 5), dtype=torch.uint8) for _ in indexed],
+        "side": torch.randint(1, 99, (6, 3), dtype=torch.int16),
+    }
+    pool.bind(tensors)
+    kept = {name: [t.clone() for t in given] for name, given in tensors.items()}
+    pages = torch.tensor([2, 0]), torch.tensor([4, 1])
+    pool.write_back(*pages, "page").wait()
+    for chosen in [None, *([layer] for layer in layers), list(reversed(layers))] if layers else []:
+        for tensor in (*tensors["k"], *tensors["idx"], tensors["side"]):
+            tensor.zero_()
+        ticket = pool.load(*pages, "page", order="layer", layers=chosen, path=path)
+        loaded = layers if chosen is None else chosen
+        for layer in loaded:
+            ticket.wait_layer(layer)
+        with pytest.raises(ValueError, match="layer 7 is not told"):
+            ticket.wait_layer(7)
+        for at, layer in enumerate(attention):
+            rows, old = tensors["k"][at].view(6, -1), kept["k"][at].view(6, -1)
+            assert torch.equal(rows[pages[1]], old[pages[1]]) if layer in loaded else not rows.any()
+        for at, layer in enumerate(indexed):
+            rows, old = tensors["idx"][at], kept["idx"][at]
+            assert torch.equal(rows[pages[1]], old[pages[1]]) if layer in loaded else not rows.any()
+        assert bool(tensors["side"][pages[1]].all()) == (layers[0] in loaded)
+        ticket.wait()
+    with pytest.raises(ValueError, match="layer 7 is not one of" if layers else "no component has layers"):
+        pool.load(*pages, "page", layers=[7])
+    pool.destroy()
