@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 import driver_calls
 import nothing
 
-from poolwright.generated import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+from poolwright.generated import KimiLinearHostPoolGroup, MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from poolwright.runtime import indices, jit
+from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.testing import use_driver
 
@@ -115,6 +116,12 @@ def submissions(repeats: int) -> None:
         cells = [microseconds(submit, repeats) for submit in ways(pool, ids, unit)]
         shown = " | ".join(f"{burst:.0f} / {alone:.0f}" for burst, alone in cells)
         print(f"| {pages} | {unit} | {shown} |", flush=True)
+    print("\n| 64 pages of kv, one state | us |\n|---|---|")
+    group, moves = build_group("cuda:0")
+    for name, submit in group_ways(group, moves).items():
+        burst, alone = microseconds(submit, repeats)
+        print(f"| {name} | {burst:.0f} / {alone:.0f} |", flush=True)
+    group.destroy()
 
 
 # ---- Python's share ---------------------------------------------------------------------------
@@ -143,6 +150,49 @@ def shares(repeats: int) -> None:
             cells += [best(submit, lambda ticket: ticket.wait(), repeats) for submit in ways(pool, ids, unit)]
             shown = " | ".join(f"{cell:.1f}" for cell in cells)
             print(f"| {pages} | {unit} | {shown} |", flush=True)
+
+
+def build_group(device: str) -> tuple[HostPoolGroup, Mapping[str, Ids]]:
+    """Latents of 7 layers and states of 20 (Kimi-Linear's kinds), bound; 64 pages and one state to move."""
+    group = KimiLinearHostPoolGroup(
+        full_attention_layers=range(3, 28, 4),
+        linear_attention_layers=[layer for layer in range(27) if layer % 4 != 3],
+        page_size=1,
+        kv={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": torch.bfloat16, "layout": "page_first"},
+        state={
+            **{"heads": 8, "head_dim": 128, "kernel": 4, "ngram": 0},
+            **{"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16},
+        },
+        capacity_pages={"kv": 1200, "state": 2},
+        device=device,
+        require=None if device == "cpu" else "cuda",
+    )
+    rows = [torch.empty(1200, 576, dtype=torch.bfloat16, device=device) for _ in range(7)]
+    temporal = torch.empty(20, 3, 8, 128, 128, device=device)
+    conv = torch.empty(20, 3, 3, 3072, dtype=torch.bfloat16, device=device)
+    group.bind({"kv": {"kv": rows}, "state": {"temporal": temporal, "conv": conv}})
+    state = torch.tensor([0]), torch.tensor([1])
+    return group, {"kv": (scattered(1200, 64), scattered(1200, 64)), "state": state}
+
+
+def group_ways(group: HostPoolGroup, moves: Mapping[str, Ids]) -> dict[str, Submit]:
+    """A pool of the group by itself, and all of them, each by `zero_copy` and in layer order."""
+    return {
+        "kv alone": lambda: group.pools["kv"].write_back(*moves["kv"], unit="page", path="zero_copy"),
+        "kv and state": lambda: group.write_back(moves, "page", path="zero_copy"),
+        "kv alone, by layer": lambda: group.pools["kv"].load(*moves["kv"], unit="page", order="layer"),
+        "kv and state, by layer": lambda: group.load(moves, "page", order="layer"),
+    }
+
+
+def group_shares(repeats: int) -> None:
+    """Python's share of a group's submission beside that of its largest pool."""
+    print("\n| 64 pages of kv, one state | us |\n|---|---|")
+    with use_driver(nothing.NoDriver()):
+        group, moves = build_group("cpu")
+    for name, submit in group_ways(group, moves).items():
+        print(f"| {name} | {best(submit, lambda ticket: ticket.wait(), repeats):.1f} |", flush=True)
+    group.destroy()
 
 
 def limits_of(pool: HostPool) -> indices.Limits:
@@ -236,6 +286,7 @@ def main() -> None:
         )
     elif options.stub:
         shares(options.repeats)
+        group_shares(options.repeats)
     elif options.calls:
         driver_calls.table()
     elif options.compile:

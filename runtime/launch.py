@@ -91,11 +91,11 @@ class Launcher:
         for (_, place, batch, order), block in zip(parts, used, strict=True):
             count = len(batch.host)
             here = 0 if order is None else self._steps_of(order, stream, keep)
-            if batch.unit == "pages" and batch.on_device is None and few + 2 * count <= FEW:
-                self._numbers[few : few + count] = batch.host
-                self._numbers[few + count : few + 2 * count] = batch.device
+            end = few + 2 * count
+            if end <= FEW and batch.unit == "pages" and batch.on_device is None:
+                self._numbers[few:end] = batch.host + batch.device
                 _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
-                few += 2 * count
+                few = end
             else:
                 count = self._listed(block, batch, here, stream, keep)
                 unit = "tokens" if batch.unit == "tokens" else unit

@@ -77,10 +77,11 @@ class _Stage:
         runs = _runs(pages)
         for span in self.spans:
             size, start, inside = span.nbytes, span.host, base + span.slot
-            copies = [(start + first * size, inside + at * size, count * size) for first, at, count in runs]
+            host = [start + first * size for first, _, _ in runs]
+            slot = [inside + at * size for _, at, _ in runs]
+            sizes = [count * size for _, _, count in runs]
             if self.borders:
-                copies = [part for copy in copies for part in _cut(*copy, self.borders)]
-            host, slot, sizes = zip(*copies, strict=True)
+                host, slot, sizes = _cut(host, slot, sizes, self.borders)
             chunk.host += host
             chunk.slot += slot
             chunk.sizes += sizes
@@ -197,8 +198,15 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _cut(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """A copy in pieces that end at borders: the driver refuses a range that lies in two registrations."""
+def _cut(
+    host: Sequence[int], slot: Sequence[int], sizes: Sequence[int], borders: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """The same copies in pieces that end at borders: the driver refuses a range of two registrations."""
+    pieces = [piece for copy in zip(host, slot, sizes, strict=True) for piece in _pieces(*copy, borders)]
+    return [piece[0] for piece in pieces], [piece[1] for piece in pieces], [piece[2] for piece in pieces]
+
+
+def _pieces(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     end = host + size
     for border in borders[bisect_right(borders, host) :]:
         if border >= end:

@@ -20,7 +20,7 @@ from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.driver import Event, Memory, Stream
 from poolwright.runtime.errors import PoolError
-from poolwright.runtime.hazards import Hazards, Submission
+from poolwright.runtime.hazards import Hazards
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Order, Steps
 from poolwright.runtime.program import view
@@ -195,7 +195,7 @@ class Transfers:
                 *(driver, self.name, direction, moves, event, event if captured is None else captured),
                 *(marks, order, self._staging.delayed),
             )
-            self._hazards.add(Submission(direction, event, moves, keep), ticket)
+            self._hazards.add(direction, event, moves, keep, ticket)
             return ticket
 
     def _abandon(
@@ -209,7 +209,7 @@ class Transfers:
             event = self._driver.record(stream)
             self._driver.wait(other, event)
             self._staging.hold(event)
-            self._hazards.add(Submission(direction, event, moves, keep), None)
+            self._hazards.add(direction, event, moves, keep, None)
         except PoolError:
             self._lost.append(keep)  # the device answers nothing any more: never reuse what it may touch
 
@@ -230,26 +230,33 @@ class Transfers:
         counted is there whatever path a member took. Rows are gathered before a slower kernel reads others.
         """
         self._staging.delayed = 0
-        paths: dict[str, list[Move]] = {}
+        direct: list[Part] = []
+        staged: list[Move] = []
         for move in moves if order is None or order.layers else ():
-            if move.batch.host and not self.members[move.member].empty:
-                paths.setdefault(move.path, []).append(move)
-        direct, staged = paths.pop("zero_copy", None), paths.pop("staged", None)
-        for path, rest in paths.items():
-            for move in rest:
-                if path == "host":
-                    self._atoms(direction, move, order)
-                else:
-                    self._indexing(direction, move, stream, order)
+            number, _, batch, path = move
+            member = self.members[number]
+            if member.empty or not batch.host:
+                continue
+            if path == "zero_copy":
+                direct.append((number, member.place, batch, None if order is None else order.steps[number]))
+            elif path == "staged":
+                staged.append(move)
+            elif path == "host":
+                self._atoms(direction, move, order)
+            else:
+                self._indexing(direction, move, stream, order)
         captured: Event = None
         marks: LayerMarks | None = None
-        if staged and direction == "write_back":
+        gathers = bool(staged) and direction == "write_back"
+        if gathers:
             captured = self._staging.write_back(self._launcher_in_use(), staged, stream, self._out, keep)
-        if direct:
-            marks = self._zero_copy(direction, direct, stream, order, keep)
-            if captured is not None:
+        if direct and order is None:
+            self._launcher_in_use().launch(direction, direction, direct, stream, keep)
+        elif direct and order is not None:
+            marks = self._in_layer_order(direct, stream, len(order.layers), keep)
+        if gathers:
+            if direct:
                 captured = self._driver.record(stream)
-        if staged and direction == "write_back":
             self._driver.wait(stream, self._driver.record(self._out))
         elif staged:
             self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep)
@@ -259,25 +266,19 @@ class Transfers:
         assert self._launcher is not None
         return self._launcher
 
-    def _zero_copy(
-        self, direction: str, moves: Sequence[Move], stream: Stream, order: Order | None, keep: list[object]
-    ) -> LayerMarks | None:
-        """Kernels move runs between device rows and pinned host memory."""
-        launcher, members = self._launcher_in_use(), self.members
-        if order is None:
-            parts: list[Part] = [(m.member, members[m.member].place, m.batch, None) for m in moves]
-            launcher.launch(direction, direction, parts, stream, keep)
-            return None
+    def _in_layer_order(
+        self, parts: Sequence[Part], stream: Stream, steps: int, keep: list[object]
+    ) -> LayerMarks:
+        """Load so many steps, each counted when all blocks are through with it."""
         counters, self._counters = self._counters, None  # an unknown part of a failed launch may still count
         if counters is None:
             counters = self._new_counters(stream)
             self._driver.synchronize(self._driver.record(stream))
-        parts = [(m.member, members[m.member].place, m.batch, order.steps[m.member]) for m in moves]
-        count = len(order.layers)
-        arrivals = launcher.launch(direction, direction, parts, stream, keep, count, counters.address)
+        launcher = self._launcher_in_use()
+        arrivals = launcher.launch("load", "load", parts, stream, keep, steps, counters.address)
         self._counters = counters
-        values = [value + arrivals & 0xFFFFFFFF for value in self._reached[:count]]
-        self._reached[:count] = values
+        values = [value + arrivals & 0xFFFFFFFF for value in self._reached[:steps]]
+        self._reached[:steps] = values
         return LayerMarks(self._side, counters.address, values)
 
     def _new_counters(self, stream: Stream) -> Memory:

@@ -98,7 +98,7 @@ class Sites(ast.NodeTransformer):
             node.args = [nothing]
         if name == "done" and self._here(f"ask {ast.unparse(node)}"):
             return ast.Constant(True)
-        if _call(node) == "Submission" and self._here(f"keep in {ast.unparse(node)}"):
+        if _call(node) == "self._hazards.add" and self._here(f"keep in {ast.unparse(node)}"):
             node.args[3] = ast.Constant(None)
         return node
 
