@@ -153,7 +153,7 @@ def shares(repeats: int) -> None:
 
 
 def build_group(device: str) -> tuple[HostPoolGroup, Mapping[str, Ids]]:
-    """Latents of 7 layers and states of 20 (Kimi-Linear's kinds), bound; 64 pages and one state to move."""
+    """Latents of 7 layers and states of 21 (Kimi-Linear's kinds), bound; 64 pages and one state to move."""
     group = KimiLinearHostPoolGroup(
         full_attention_layers=range(3, 28, 4),
         linear_attention_layers=[layer for layer in range(27) if layer % 4 != 3],
@@ -168,8 +168,8 @@ def build_group(device: str) -> tuple[HostPoolGroup, Mapping[str, Ids]]:
         require=None if device == "cpu" else "cuda",
     )
     rows = [torch.empty(1200, 576, dtype=torch.bfloat16, device=device) for _ in range(7)]
-    temporal = torch.empty(20, 3, 8, 128, 128, device=device)
-    conv = torch.empty(20, 3, 3, 3072, dtype=torch.bfloat16, device=device)
+    temporal = torch.empty(21, 3, 8, 128, 128, device=device)
+    conv = torch.empty(21, 3, 3, 3072, dtype=torch.bfloat16, device=device)
     group.bind({"kv": {"kv": rows}, "state": {"temporal": temporal, "conv": conv}})
     state = torch.tensor([0]), torch.tensor([1])
     return group, {"kv": (scattered(1200, 64), scattered(1200, 64)), "state": state}
@@ -180,8 +180,10 @@ def group_ways(group: HostPoolGroup, moves: Mapping[str, Ids]) -> dict[str, Subm
     return {
         "kv alone": lambda: group.pools["kv"].write_back(*moves["kv"], unit="page", path="zero_copy"),
         "kv and state": lambda: group.write_back(moves, "page", path="zero_copy"),
-        "kv alone, by layer": lambda: group.pools["kv"].load(*moves["kv"], unit="page", order="layer"),
-        "kv and state, by layer": lambda: group.load(moves, "page", order="layer"),
+        "kv alone, by layer": lambda: group.pools["kv"].load(
+            *moves["kv"], unit="page", order="layer", path="zero_copy"
+        ),
+        "kv and state, by layer": lambda: group.load(moves, "page", order="layer", path="zero_copy"),
     }
 
 

@@ -221,7 +221,7 @@ class HostPoolGroup:
         layered: bool,
     ) -> list[Move]:
         for what in (unit, path):
-            if isinstance(what, Mapping):
+            if what is not None and not isinstance(what, str):
                 self._known(direction, what)
         found: list[Move] = []
         for name, (host, device) in self._named(direction, moves).items():
