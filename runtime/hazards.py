@@ -71,6 +71,15 @@ class Hazards:
                 return min(ticket.pages & pages)
         return None
 
+    def touching(self, pages: set[int]) -> tuple[list[Submission], list[Ticket]]:
+        """Submissions that may still touch these host pages, and write-backs of them not known to be done."""
+        running = [entry for entries in self._running.values() for entry in entries]
+        tickets = [ticket for ticket in self._tickets if ticket.direction == "write_back"]
+        return (
+            [entry for entry in running if not entry.batch.host_pages.isdisjoint(pages)],
+            [t for t in tickets if not t.acknowledged and not t.pages.isdisjoint(pages)],
+        )
+
     def drain(self) -> None:
         """Block until everything has run; no ticket keeps its pages after that.
 

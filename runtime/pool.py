@@ -24,6 +24,7 @@ from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
+from poolwright.runtime.pages import Pages
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.staging import Ring
@@ -44,14 +45,13 @@ class RequiredBytes:
     page: int
 
 
-class HostPool:
+class HostPool(Pages):
     """Host memory for the pages of one kind of cache, and their transfers.
 
     Ids are index units (tokens, or slots): page p is ids ``p * page_size`` to ``(p + 1) * page_size - 1``.
     Every method may be called from any thread. Raises ValueError for wrong arguments with nothing done.
     """
 
-    spec: ClassVar[PoolSpec]
     STAGING_BYTES: ClassVar[int] = 64 << 20
     STAGING_SLOTS: ClassVar[int] = 2
 
@@ -388,6 +388,9 @@ class HostPool:
             return None
         slot = indices_align(self.host_layout(self.staging_pages).nbytes)
         return Ring(self.staging, self.STAGING_SLOTS, self.staging_pages, slot, [None] * self.STAGING_SLOTS)
+
+    def _settle(self, pages: set[int], reads: bool) -> None:
+        self._transfers.settle(pages, reads)
 
     def _alive(self) -> None:
         if self._destroyed:

@@ -124,6 +124,23 @@ class Transfers:
         with self._lock:
             return self._hazards.in_flight(pages, after)
 
+    def settle(self, pages: set[int], reads: bool) -> None:
+        """Block until nothing submitted touches these host pages. Their tickets count as waited for.
+
+        `reads`: raises TransferError when a write-back into one of them failed.
+        """
+        with self._lock:
+            running, tickets = self._hazards.touching(pages)
+        for entry in running:
+            try:
+                self._driver.synchronize(entry.event)
+            except PoolError as error:
+                if reads and entry.direction == "write_back":
+                    failed = sorted(entry.batch.host_pages)
+                    raise TransferError(self._pool, entry.direction, failed, str(error)) from error
+        for ticket in tickets:
+            ticket.wait() if reads else ticket.settle()
+
     def drain(self) -> None:
         """Block until everything submitted has run."""
         with self._lock:
