@@ -18,12 +18,13 @@ from poolwright.runtime import choice, env, indices
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend
 from poolwright.runtime.binding import Binding
+from poolwright.runtime.checks import Checks, behind
 from poolwright.runtime.choice import Availability, Work
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
+from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_bytes
 from poolwright.runtime.pages import Pages
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
@@ -124,6 +125,10 @@ class HostPool(Pages):
         )
         self._init_write_back_staging_buffers()
         self._transfers.use_ring(self._ring(), self._buffer.borders)
+        guards = dict(self._buffer.guards)
+        if self.staging is not None:
+            guards["behind staging memory"] = behind(self.staging)
+        self._checks = Checks(self._backend.driver, self.program, self.page_num, address, guards)
         # Held by the finalizer, both outlive a pool that is dropped with work in flight.
         self._end = weakref.finalize(self, _end, self._transfers, self._buffer, self._owner)
 
@@ -284,7 +289,8 @@ class HostPool(Pages):
         self._check_qos(qos)
         ids = self._batch(host, device, unit, validate, True)
         taken = self._choose("write_back", ids, path, False)
-        return self._transfers.submit("write_back", ids, taken, self._caller(producer))
+        checks = self._checks if validate == "full" else None
+        return self._transfers.submit("write_back", ids, taken, self._caller(producer), checks=checks)
 
     def load(
         self,
@@ -311,11 +317,17 @@ class HostPool(Pages):
         self._check_qos(qos)
         ids = self._batch(host, device, unit, validate, False)
         taken = self._choose("load", ids, path, positions is not None)
-        return self._transfers.submit("load", ids, taken, self._caller(readers), positions, named)
+        checks = self._checks if validate == "full" else None
+        return self._transfers.submit("load", ids, taken, self._caller(readers), positions, named, checks)
 
     def path_report(self) -> tuple[Availability, ...]:
         """Every path: whether it can run here; when not, why, and the command that mends it."""
         return self._backend.report()
+
+    def overwritten_guard(self) -> str:
+        """Which of the guard bytes round this pool's memory were written to, in words; empty for none."""
+        self._alive()
+        return self._checks.overwritten()
 
     def destroy(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens.
@@ -326,7 +338,7 @@ class HostPool(Pages):
             return
         self._destroyed = True
         self._bound, self.staging = None, None
-        del self.kv_buffer
+        del self.kv_buffer, self._checks  # with its views of the guards
         self._end()
 
     # ---- names that engines know
@@ -374,7 +386,9 @@ class HostPool(Pages):
         return _slot_pages(self.program, self.page_num, self.staging_bytes, self.STAGING_SLOTS)
 
     def _allocate_staging(self, slot_bytes: int) -> Memory:
-        return self._backend.driver.allocate(self.STAGING_SLOTS * indices_align(slot_bytes))
+        nbytes = self.STAGING_SLOTS * indices_align(slot_bytes)
+        memory = self._backend.driver.allocate(nbytes + GUARD)
+        return Memory(memory.address, nbytes, memory.tensor[:nbytes])
 
     def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
         """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None

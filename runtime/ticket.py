@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from poolwright.runtime.checks import Verdict
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 
@@ -59,12 +60,12 @@ class Ticket:
     """A submitted transfer: which way it goes, by which path, when it is done.
 
     A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
-    what the pool hands out never depends on timing. `pages`: the host pages. `bad` is asked once it is
-    done: which of them the device skipped.
+    what the pool hands out never depends on timing. `pages`: the host pages. `verdict` is asked once it is
+    done: what is wrong all the same, and with which of them.
     """
 
     __slots__ = (
-        *("_acknowledged", "_bad", "_captured", "_driver", "_event", "_ids", "_layers", "_lock"),
+        *("_acknowledged", "_captured", "_driver", "_event", "_ids", "_layers", "_lock", "_verdict"),
         *("direction", "error", "pages", "path", "pool"),
     )
 
@@ -79,12 +80,12 @@ class Ticket:
         captured: Event,
         layers: LayerMarks | None,
         ids: Sequence[int],
-        bad: Callable[[], Sequence[int]] | None,
+        verdict: Verdict | None,
     ) -> None:
         self.pool, self.direction, self.path, self.pages = pool, direction, path, pages
         self.error: TransferError | None = None
         self._driver, self._event, self._captured = driver, event, captured
-        self._layers, self._ids, self._bad = layers, ids, bad
+        self._layers, self._ids, self._verdict = layers, ids, verdict
         self._lock = threading.Lock()
         self._acknowledged = False
 
@@ -160,11 +161,11 @@ class Ticket:
 
     def _acknowledge(self) -> None:
         with self._lock:
-            if not self._acknowledged and self.error is None and self._bad is not None:
-                skipped = self._bad()
-                if skipped:
-                    self._fail("their device ids are out of range or not whole pages", skipped)
-            self._acknowledged, self._bad = True, None
+            if not self._acknowledged and self.error is None and self._verdict is not None:
+                found = self._verdict()
+                if found is not None:
+                    self._fail(*found)
+            self._acknowledged, self._verdict = True, None
 
     def _check(self) -> None:
         if self.error is not None:

@@ -19,11 +19,13 @@ import torch
 
 from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
+from poolwright.runtime.checks import Checks
 from poolwright.runtime.driver import Driver, Event, Kernels, Memory, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.hazards import Hazards, Submission
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Place
+from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.program import SizedProgram, view
 from poolwright.runtime.staging import Ring, Staging
 from poolwright.runtime.ticket import LayerMarks, Ticket
@@ -113,7 +115,9 @@ class Transfers:
             # Padding between components is never written: it must not hold what lay there before.
             with self._lock, self._driver.guard():
                 stream = self._streams["write"]
+                end = ring.memory.address + ring.memory.nbytes
                 self._driver.fill(ring.memory.address, 0, ring.memory.nbytes // 4, stream)
+                self._driver.fill(end, PATTERN * 0x01010101, GUARD // 4, stream)
                 self._driver.synchronize(self._driver.record(stream))
             self._staging = Staging(
                 self._driver, self.program, ring, self._layout, self._host.address, borders
@@ -156,11 +160,12 @@ class Transfers:
         other: Stream,
         layers: Sequence[int] | None = None,
         ids: Sequence[int] = (),
+        checks: Checks | None = None,
     ) -> Ticket:
         """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows.
 
-        `layers`: positions of the layers to load, in this order; `ids`: their layer ids. Raises
-        TransferError; none of the pages may be used then.
+        `layers`: positions of the layers to load, in this order; `ids`: their layer ids. `checks`:
+        compare the pages when they have arrived. Raises TransferError; no page may be used then.
         """
         stream = self._streams["write" if direction == "write_back" else "load"]
         with self._lock, self._driver.guard():
@@ -170,6 +175,10 @@ class Transfers:
             try:
                 self._behind(stream, other, direction, batch)
                 ran = _Ran() if not batch.host else self._paths[path](direction, batch, layers, stream, keep)
+                verdict = None
+                if checks is not None and batch.host and self._binding is not None:
+                    ran = _Ran()  # see Note [Comparing in order]
+                    verdict = checks.compare(batch, layers, self._binding.views, stream, keep)
                 event = self._driver.record(stream)
             except PoolError as error:
                 self._abandon(direction, batch, stream, other, keep)
@@ -178,7 +187,7 @@ class Transfers:
             captured = event if ran.captured is None else ran.captured
             ticket = Ticket(
                 *(self._driver, self._pool, direction, path, batch.host_pages),
-                *(event, captured, ran.layers, ids, batch.bad),
+                *(event, captured, ran.layers, ids, verdict),
             )
             self._hazards.add(Submission(direction, event, batch, keep), ticket)
             return ticket

@@ -281,6 +281,9 @@ class SimulatedDriver:
     def torch_stream(self, stream: SimulatedStream) -> AbstractContextManager[object]:
         raise PoolError("torch's own operations cannot be queued on the simulator; take another path")
 
+    def call(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
+        self.enqueue("launch", "torch", stream, [lambda touch: work()])
+
     def current_stream(self) -> SimulatedStream:
         return getattr(self._thread, "stream", self.caller)
 
