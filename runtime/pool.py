@@ -269,6 +269,7 @@ class HostPool(Pages):
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
         """`bind` anew, after everything in flight."""
+        self._alive()
         self._transfers.drain()
         self.bind(tensors, layer_ids)
 
@@ -338,7 +339,7 @@ class HostPool(Pages):
             return
         self._destroyed = True
         self._bound, self.staging = None, None
-        del self.kv_buffer, self._checks  # with its views of the guards
+        del self.kv_buffer, self._checks, self._transfers  # all hold host memory
         self._end()
 
     # ---- names that engines know
