@@ -224,7 +224,7 @@ class HostPool(Pages):
         """Give whole pages back; returns how many ids. Later transfers of them run behind `after`."""
         self._alive()
         pages = self._slots.pages_of(ids)
-        busy = self._transfers.in_flight(set(pages.tolist()), after)
+        busy = self._transfers.in_flight(set(pages), after)
         if busy is not None:
             raise ValueError(
                 f"{self.spec.name}: page {busy} is in flight; wait for its ticket, detach() it, "
