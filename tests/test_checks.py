@@ -61,6 +61,12 @@ def flip(tensor: torch.Tensor, byte: int) -> None:
     tensor.flatten()[byte] ^= 0x10
 
 
+def in_parts(pool: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> Checks:
+    """Checks that compare so many bytes at once."""
+    monkeypatch.setattr(checks, "MOST_BYTES", most)
+    return Checks(pool._backend.driver, pool.program, PAGES, pool.kv_buffer.data_ptr(), {})
+
+
 def fails(ticket: Any, message: str) -> None:
     """The ticket says so whenever it is asked."""
     for ask in (ticket.wait, ticket.done, ticket.wait_all):
@@ -128,9 +134,7 @@ def test_bytes_that_are_not_moved_do_not_count(pool: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("most", [1, 160, 240])
 def test_pages_are_compared_in_parts(pool: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MOST_BYTES", most)
-    parts = Checks(pool._backend.driver, pool.program, PAGES, pool.kv_buffer.data_ptr(), {})
-    monkeypatch.setattr(pool, "_checks", parts)
+    monkeypatch.setattr(pool, "_checks", in_parts(pool, most, monkeypatch))
     host, device = ids(4, 0, 3, 1, 5), ids(1, 8, 2, 0, 4)
     pool.write_back(host, device, "page", validate="full").wait()
     after_the_transfer(monkeypatch, lambda: [flip(pool.kv_buffer, at * pool.page_bytes) for at in (5, 0)])
@@ -138,17 +142,19 @@ def test_pages_are_compared_in_parts(pool: Any, most: int, monkeypatch: pytest.M
     fails(ticket, "mla: write_back of 2 pages (0, 5) failed: the bytes on both sides differ")
 
 
+@pytest.mark.parametrize("most", [1, 160, 1 << 20])
 @pytest.mark.parametrize(
     ("unit", "device"), [("pages", [2, -1, 7]), ("tokens", [8, 9, 10, 11, -1, -1, -1, -1, 28, 29, 30, 31])]
 )
 def test_ids_that_only_the_device_knows(
-    pool: Any, unit: str, device: list[int], monkeypatch: pytest.MonkeyPatch
+    pool: Any, unit: str, device: list[int], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that the device skipped are named first; the others are compared by its ids."""
+    parts = in_parts(pool, most, monkeypatch)
 
     def submit(host: list[int], bad: list[int]) -> Any:
         given = Batch(unit, host, [], set(host), None, torch.tensor(device), lambda: bad)
-        return pool._transfers.submit("write_back", given, "torch", None, checks=pool._checks)
+        return pool._transfers.submit("write_back", given, "torch", None, checks=parts)
 
     cause = "their device ids are out of range or not whole pages"
     fails(submit([0, 1, 4], [1]), f"mla: write_back of 1 pages (1) failed: {cause}")
@@ -162,6 +168,8 @@ def test_a_failed_page_is_not_read_for_storage(pool: Any, monkeypatch: pytest.Mo
     pool.write_back(ids(0), ids(3), "page", validate="full")
     with pytest.raises(TransferError, match="the bytes on both sides differ"):
         pool.get_data_page(0)
+    pool.set_from_flat_data_page(0, pool.get_dummy_flat_data_page())
+    assert not pool.get_data_page(0).any()  # whoever was told may fill the page anew
 
 
 def test_other_levels_compare_nothing(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,8 @@ from compiled_pools import build as built
 from random_pools import Seeded, random_sample
 
 import poolwright.generated as generated
+from poolwright.codegen import lower, render
+from poolwright.codegen.resolve import read_layouts_text, read_spec_text
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.tools import oracle
 from poolwright.runtime.tools.samples import arguments, samples
@@ -28,6 +31,7 @@ DEVICE_PAGES = 7
 STORED, SLOTS, OTHERS, BACK = (3, 6, 2), (4, 1, 2), (7, 0, 3), (5, 2, 4)
 """Device pages that are stored, their pages in a pool of 5; pages in a pool of 8, device pages filled."""
 
+SPECS = Path(__file__).resolve().parents[1] / "specs"
 FOLDER = tempfile.TemporaryDirectory()
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -60,20 +64,25 @@ def generated_kinds() -> Iterator[Any]:
             yield pytest.param(kind, id=f"{name}-{layout}-{turn}")
 
 
+def imported(files: Mapping[str, str], name: str) -> Any:
+    """The pool.py among generated files, as a module of this name."""
+    folder = Path(FOLDER.name) / name
+    folder.mkdir()
+    for path, text in files.items():
+        (folder / Path(path).name).write_text(text)
+    spec = importlib.util.spec_from_file_location(name, folder / "pool.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def random_kind(seed: int) -> Kind | None:
     """The class that is generated for a random pool; None for one that must be refused."""
     sample = random_sample(Seeded(seed))
     if sample.refused is not None:
         return None
-    folder = Path(FOLDER.name) / f"random_{seed}"
-    folder.mkdir()
-    for path, text in built(sample).files.items():
-        (folder / Path(path).name).write_text(text)
-    spec = importlib.util.spec_from_file_location(folder.name, folder / "pool.py")
-    assert spec is not None and spec.loader is not None
-    sys.modules[folder.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    pool_class = module.RandomPoolHost
+    pool_class = imported(built(sample).files, f"random_{seed}").RandomPoolHost
     values = sample.values
     given: dict[str, Any] = {**values, "wide": (values["wide_0"], values["wide_1"]), **dict(sample.choice)}
     given |= {name: range(1, 1 + values[name]) for name in ("layers", "tail_layers")}
@@ -313,8 +322,9 @@ def test_a_component_without_bytes_has_no_object() -> None:
     assert with_it.page_bytes - without.page_bytes == 16
 
 
-def test_a_pool_without_bytes_has_empty_pages() -> None:
-    pool = small("mla", "layer_first", layers=())
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_record"])
+def test_a_pool_without_bytes_has_empty_pages(layout: str) -> None:
+    pool = small("mla", layout, layers=())
     assert pool.get_data_page(8).numel() == pool.get_dummy_flat_data_page().numel() == 0
     assert pool.get_data_page(8, flat=False) == []
     pool.set_from_flat_data_page(8, pool.get_dummy_flat_data_page())
@@ -353,6 +363,28 @@ def test_pages_split_by_heads_are_the_pages_of_pools_with_fewer_heads() -> None:
             assert torch.equal(torch.cat(both), part.get_data_page(4 * page))
     assert pool.get_page_buffer_element_size(2) == sizes[0]
     assert pool.get_split_heads_page_buffer_meta(ids, 1) == pool.get_page_buffer_meta(ids)
+
+
+def test_heads_inside_a_page_that_do_not_lie_one_behind_the_other() -> None:
+    """K and V of a head side by side can be cut by heads; all K, then all V, cannot."""
+    orders = "between: [page, head, component, token, layer, dim]\n"
+    orders += "beside: [page, component, head, token, layer, dim]"
+    text = (SPECS / "mha.yaml").read_text()
+    text = re.sub("layouts: .*", "layouts: [between, beside]", text)
+    pool = read_spec_text(text, "specs/mha.yaml", read_layouts_text(orders, "specs/layouts.yaml"))
+    files = render.render_pool(lower.lower(pool))
+    made = {
+        layout: imported(files, f"mha_{layout}").MHATokenToKVPoolHost(
+            **{"heads": 4, "head_dim": 3, "v_head_dim": 5, "dtype": torch.bfloat16, "layers": (2, 5)},
+            **{"page_size": 4, "layout": layout, "capacity_pages": 6},
+        )
+        for layout in ("between", "beside")
+    }
+    start, nbytes = made["between"].page_ranges(2)[0]
+    expected = [start + part * nbytes // 4 for part in range(4)], [nbytes // 4] * 4
+    assert made["between"].get_split_heads_page_buffer_meta(range(8, 12), 4) == expected
+    with pytest.raises(ValueError, match="outermost in a page, got 2 for 4 of head"):
+        made["beside"].get_split_heads_page_buffer_meta(range(8, 12), 2)
 
 
 # ---- refusals ---------------------------------------------------------------------------------

@@ -76,6 +76,17 @@ def test_a_page_that_was_read_counts_as_waited_for() -> None:
     made.pool.destroy()
 
 
+def test_a_load_is_not_known_to_be_done_because_its_page_was_read() -> None:
+    made = world(CONFIGS[0], first)
+    ids = made.pool.alloc(made.page_size)
+    store(made, [0], [1]).wait()
+    load(made, [0], [2])
+    made.pool.get_data_page(0)
+    with pytest.raises(ValueError, match="page 0 is in flight"):
+        made.pool.free(ids)
+    made.pool.destroy()
+
+
 @pytest.mark.parametrize("choose", ORDERS)
 def test_a_page_is_filled_behind_the_loads_that_read_it(choose: Choose) -> None:
     made = world(CONFIGS[0], choose)
