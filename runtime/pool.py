@@ -103,8 +103,7 @@ class HostPool(Pages):
         self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
         self._destroyed = False
         self._backend = Backend(self.program, self.device, require)
-        whole = self.host_layout(self.page_num)
-        nbytes = whole.nbytes
+        nbytes = self.host_layout(self.page_num).nbytes
         available = available_host_bytes()
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
@@ -114,7 +113,7 @@ class HostPool(Pages):
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
             numa_node=self._backend.numa_node(),
             registrar=self._backend.registrar(),
-            units=_units(whole, self.page_num),
+            units=[Units(span.start, span.nbytes, self.page_num) for span in self._spans],
             chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
         )
         self.kv_buffer = self._buffer.tensor
@@ -478,11 +477,6 @@ def _end(transfers: Transfers, buffer: HostBuffer, owner: int) -> None:
         transfers.drain()
     finally:
         buffer.destroy()
-
-
-def _units(host: HostLayout, pages: int) -> list[Units]:
-    """What the copy engine moves at once: no registration may end inside one."""
-    return [Units(start, r.nbytes, pages) for r in host.ranges if r.nbytes for start in r.starts]
 
 
 def indices_align(nbytes: int) -> int:
