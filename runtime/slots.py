@@ -84,6 +84,10 @@ class Slots:
             self._check_pages(call, pages)
         return pages
 
+    def free(self, ids: torch.Tensor) -> None:
+        """Give back the pages that `ids` make up. Raises as `pages_of` does."""
+        self.free_pages(self.pages_of(ids))
+
     def free_pages(self, pages: Sequence[int]) -> None:
         """Give pages back, in any order. Raises ValueError for one that is not allocated, or named twice."""
         with self._lock:

@@ -23,7 +23,7 @@ def tokens(pages: list[int], size: int) -> list[int]:
 
 def free(slots: Slots, values: torch.Tensor) -> int:
     """As a pool frees ids."""
-    slots.free_pages(slots.pages_of(values))
+    slots.free(values)
     return values.numel()
 
 
