@@ -52,7 +52,7 @@ class Checks:
     def compare(
         self,
         batch: Batch,
-        layers: Sequence[int] | None,
+        layers: Mapping[str | None, Sequence[int]] | None,
         views: Mapping[str, Sequence[torch.Tensor]],
         stream: Stream,
         keep: list[object],
@@ -83,7 +83,7 @@ class Checks:
         self,
         fetched: torch.Tensor,
         part: Batch,
-        layers: Sequence[int] | None,
+        layers: Mapping[str | None, Sequence[int]] | None,
         views: Mapping[str, Sequence[torch.Tensor]],
         differ: list[torch.Tensor],
     ) -> None:

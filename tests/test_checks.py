@@ -18,6 +18,7 @@ from poolwright.runtime import checks
 from poolwright.runtime.checks import Checks
 from poolwright.runtime.errors import TransferError
 from poolwright.runtime.indices import Batch
+from poolwright.runtime.moves import Move
 
 LAYERS, PAGE, PAGES, DEVICE_PAGES = (2, 5), 4, 6, 9
 PATHS = ("host", "zero_copy", "staged", "torch")
@@ -154,7 +155,7 @@ def test_ids_that_only_the_device_knows(
 
     def submit(host: list[int], bad: list[int]) -> Any:
         given = Batch(unit, host, [], set(host), None, torch.tensor(device), lambda: bad)
-        return pool._transfers.submit("write_back", given, "torch", None, checks=parts)
+        return pool._transfers.submit("write_back", [Move(0, "mla", given, "torch", parts)], None)
 
     cause = "their device ids are out of range or not whole pages"
     fails(submit([0, 1, 4], [1]), f"mla: write_back of 1 pages (1) failed: {cause}")
@@ -205,7 +206,7 @@ def test_a_guard_that_is_overwritten_fails_the_ticket(pool: Any, where: str, byt
 def test_guards_lie_right_beside_what_they_guard(pool: Any) -> None:
     guards, host, staging = pool._checks._guards, pool.kv_buffer, pool.staging
     assert list(guards) == GUARDS
-    assert guards[GUARDS[0]].data_ptr() + 256 == host.data_ptr() == pool._buffer.address
+    assert guards[GUARDS[0]].data_ptr() + 256 == host.data_ptr()
     assert guards[GUARDS[1]].data_ptr() == host.data_ptr() + host.numel()
     assert guards[GUARDS[2]].data_ptr() == staging.address + staging.nbytes
 

@@ -154,10 +154,10 @@ def test_layers_are_told_one_by_one() -> None:
         ticket.wait_layer(layer, stream)
         events.append(made.driver.record(stream))
     told = []
-    for _ in range(6):
+    for _ in range(7):  # the first step writes the numbers of the steps
         told.append(sum(made.driver.done(event) for event in events))
         made.driver.run(1)
-    assert told == [0, 0, 1, 1, 2, 2]
+    assert told == [0, 0, 0, 1, 1, 2, 2]
     ticket.wait()
 
 
@@ -413,7 +413,7 @@ def test_no_copy_crosses_two_registrations(
         pool = MHATokenToKVPoolHost(
             heads=1, **widths, dtype=torch.bfloat16, layers=[0], page_size=2, capacity_pages=pages
         )
-    assert len(pool._buffer.borders) >= 2
+    assert len(pool._transfers.members[0].buffer.borders) >= 2
     tensors = {
         name: [driver.tensor((pages * 2, 1, width), torch.bfloat16)]
         for name, width in zip(("k", "v"), sizes, strict=True)
