@@ -338,7 +338,8 @@ class HostPool(Pages):
             return
         self._destroyed = True
         self._bound, self.staging = None, None
-        del self.kv_buffer, self._checks, self._transfers  # all hold host memory
+        self._checks.release()
+        del self.kv_buffer, self._transfers  # both hold host memory
         self._end()
 
     # ---- names that engines know

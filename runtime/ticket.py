@@ -161,7 +161,7 @@ class Ticket:
 
     def _acknowledge(self) -> None:
         with self._lock:
-            if not self._acknowledged and self.error is None and self._verdict is not None:
+            if self.error is None and self._verdict is not None:  # also of a ticket that was given up
                 found = self._verdict()
                 if found is not None:
                     self._fail(*found)
