@@ -113,6 +113,10 @@ class Checks:
         broken = self.overwritten()
         return (f"{broken}, by this transfer or an earlier one", sorted(batch.host_pages)) if broken else None
 
+    def release(self) -> None:
+        """Let go of the guards, and so of the memory that they are part of."""
+        self._guards = {}
+
     def overwritten(self) -> str:
         """Which guard was written to, in words; empty when none was."""
         for where, guard in self._guards.items():

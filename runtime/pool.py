@@ -442,8 +442,8 @@ class HostPool(Pages):
     def _forget(self) -> None:
         """Let go of what is given back with the pool."""
         self._bound, self.staging = None, None
-        for name in ("kv_buffer", "_checks"):  # both hold host memory
-            self.__dict__.pop(name, None)
+        self._checks.release()
+        self.__dict__.pop("kv_buffer", None)
 
     # ---- names that engines know
 

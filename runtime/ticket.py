@@ -176,7 +176,7 @@ class Ticket:
 
     def _acknowledge(self) -> None:
         with self._lock:
-            if not self._acknowledged and self.error is None and self._verdict is not None:
+            if self.error is None and self._verdict is not None:  # also of a ticket that was given up
                 self.error = self._verdict()
             self._acknowledged, self._verdict = True, None
 

@@ -164,6 +164,27 @@ def test_ids_that_only_the_device_knows(
     fails(submit([0, 1, 4], []), "mla: write_back of 1 pages (4) failed: the bytes on both sides differ")
 
 
+@pytest.mark.parametrize("end", ["clear", "destroy"])
+def test_a_ticket_still_fails_when_the_pool_has_waited_for_everything(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(CONFIGS[0], first)
+    compare = Checks.compare
+
+    def patched(self: Checks, batch: Any, layers: Any, views: Any, stream: Any, keep: Any) -> Any:
+        flips = [lambda touch: flip(made.tensors["kv"][0].view(torch.uint8), 30)]
+        made.driver.enqueue("launch", "a bit flips", stream, flips)
+        return compare(self, batch, layers, views, stream, keep)
+
+    monkeypatch.setattr(Checks, "compare", patched)
+    ticket = made.pool.write_back(
+        torch.tensor([0]), torch.tensor([1]), "page", path="zero_copy", validate="full"
+    )
+    getattr(made.pool, end)()
+    with pytest.raises(TransferError, match=r"1 pages \(0\) failed: the bytes on both sides differ"):
+        ticket.wait()
+
+
 def test_a_failed_page_is_not_read_for_storage(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     after_the_transfer(monkeypatch, lambda: flip(pool.kv_buffer, 0))
     pool.write_back(ids(0), ids(3), "page", validate="full")
@@ -255,9 +276,9 @@ def test_later_work_does_not_disturb_the_comparison(
     tickets.append(load(made, [0, 1, 2], [5, 6, 7], path, validate="full"))
     tickets[-1].wait(made.driver.caller)
     produce(made, 5, 6)
-    layered = load(made, [1, 4], [4, 0], order="layer", validate="full")
+    layered = load(made, [1, 4], [4, 3], order="layer", validate="full")
     layered.wait_layer(config.layers[0], made.driver.caller)
-    produce(made, 4, 0)
+    produce(made, 4, 3)
     tickets += [layered, load(made, [2], [2], layers=config.layers[-1:], validate="full")]
     finish(made, *tickets)
 
