@@ -275,9 +275,9 @@ def test_later_work_does_not_disturb_the_comparison(
     tickets.append(load(made, [0, 1, 2], [5, 6, 7], path, validate="full"))
     tickets[-1].wait(made.driver.caller)
     produce(made, 5, 6)
-    layered = load(made, [1, 4], [4, 0], order="layer", validate="full")
+    layered = load(made, [1, 4], [4, 3], order="layer", validate="full")
     layered.wait_layer(config.layers[0], made.driver.caller)
-    produce(made, 4, 0)
+    produce(made, 4, 3)
     tickets += [layered, load(made, [2], [2], layers=config.layers[-1:], validate="full")]
     finish(made, *tickets)
 
