@@ -546,6 +546,9 @@ def compared(choose: Choose) -> None:
     three = load(made, [2, 1], [6, 7], order="layer", validate="full")
     three.wait_layer(made.config.layers[0], made.driver.caller)
     produce(made, 6, 7)
+    made.driver.fail("launch", skip=1)  # the transfer is submitted, its comparison is not
+    with pytest.raises(TransferError):
+        made.pool.write_back(torch.tensor([4]), torch.tensor([0]), "page", path="zero_copy", validate="full")
     finish(made, one, two, three)
 
 
