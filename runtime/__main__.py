@@ -52,7 +52,7 @@ def _run(tool: str, words: list[str], prog: str) -> int:
     args = parser.parse_args(words)
     for variable in env.VARIABLES:
         try:
-            env.get(variable.name)
+            env.text(variable.name)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 1

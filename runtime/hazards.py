@@ -91,6 +91,20 @@ class Hazards:
                     return min(busy)
         return None
 
+    def touching(self, name: str, pages: set[int]) -> tuple[list[Submission], list[Ticket]]:
+        """Submissions that may still touch these pages of a pool, and write-backs of them not known to be
+        done."""
+        running = [entry for entries in self._running.values() for entry in entries]
+        tickets = [ticket for ticket in self._tickets if ticket.direction == "write_back"]
+        return (
+            [
+                entry
+                for entry in running
+                if any(m.name == name and not m.batch.host_pages.isdisjoint(pages) for m in entry.moves)
+            ],
+            [t for t in tickets if not t.acknowledged and not pages.isdisjoint(t.moved.get(name, ()))],
+        )
+
     def drain(self) -> None:
         """Block until everything has run; no ticket keeps its pages after that.
 

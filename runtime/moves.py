@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from poolwright.runtime.binding import Binding
+from poolwright.runtime.checks import Checks
 from poolwright.runtime.driver import Memory
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.memory import HostBuffer
@@ -20,12 +21,16 @@ ABSENT = 0xFFFFFFFF
 
 
 class Move(NamedTuple):
-    """One pool's part of a submission: its number among the members, its name, checked ids, their path."""
+    """One pool's part of a submission: its number among the members, its name, checked ids, their path.
+
+    `checks`: compare its pages when they have arrived.
+    """
 
     member: int
     name: str
     batch: Batch
     path: str
+    checks: Checks | None = None
 
 
 class Steps:

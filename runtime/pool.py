@@ -20,13 +20,15 @@ from poolwright.runtime import choice, env, indices
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend, Code
 from poolwright.runtime.binding import Binding
+from poolwright.runtime.checks import Checks, behind
 from poolwright.runtime.choice import Availability, Work
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
+from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_bytes
 from poolwright.runtime.moves import Member, Move, Ring
+from poolwright.runtime.pages import Pages
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.staging import SLOTS
@@ -82,14 +84,13 @@ being_built: ContextVar[Shared | None] = ContextVar("being_built", default=None)
 """Set by a group while it builds its pools: they share what is in it."""
 
 
-class HostPool:
+class HostPool(Pages):
     """Host memory for the pages of one kind of cache, and their transfers.
 
     Ids are index units (tokens, or slots): page p is ids ``p * page_size`` to ``(p + 1) * page_size - 1``.
     Every method may be called from any thread. Raises ValueError for wrong arguments with nothing done.
     """
 
-    spec: ClassVar[PoolSpec]
     STAGING_BYTES: ClassVar[int] = 64 << 20
     STAGING_SLOTS: ClassVar[int] = SLOTS
 
@@ -138,8 +139,7 @@ class HostPool:
         self._shared, self._transfers = shared, shared.transfers
         self.name = shared.member or self.spec.name
         self._backend = Backend(self.program, self.device, shared.code)
-        whole = self.host_layout(self.page_num)
-        nbytes = whole.nbytes
+        nbytes = self.host_layout(self.page_num).nbytes
         available = available_host_bytes()
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
@@ -149,7 +149,7 @@ class HostPool:
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
             numa_node=shared.code.numa_node(),
             registrar=shared.code.registrar(),
-            units=_units(whole, self.page_num),
+            units=[Units(span.start, span.nbytes, self.page_num) for span in self._spans],
             chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
         )
         try:
@@ -165,6 +165,10 @@ class HostPool:
     def _join(self, buffer: HostBuffer) -> int:
         """Become a member of what moves together; its number there."""
         address = buffer.device_address(0) if buffer.nbytes else 0
+        guards = dict(buffer.guards)
+        if self.staging is not None:
+            guards["behind staging memory"] = behind(self.staging)
+        self._checks = Checks(self._shared.code.driver, self.program, self.page_num, address, guards)
         places = (buffer, address, self.page_num, self.lists, self.layers, self._ring())
         return self._transfers.add(Member(self.name, self.program, *places))
 
@@ -262,10 +266,10 @@ class HostPool:
         self._slots.free_pages(self._freeable(ids, after))
         return ids.numel()
 
-    def _freeable(self, ids: torch.Tensor, after: Ticket | None) -> torch.Tensor:
+    def _freeable(self, ids: torch.Tensor, after: Ticket | None) -> list[int]:
         """The pages of `ids`, which may be freed. Raises ValueError."""
         pages = self._own_slots("free").pages_of(ids)
-        busy = self._transfers.in_flight(self._numbers, set(pages.tolist()), after)
+        busy = self._transfers.in_flight(self._numbers, set(pages), after)
         if busy is not None:
             raise ValueError(
                 f"{self.name}: page {busy} is in flight; wait for its ticket, detach() it, "
@@ -381,19 +385,26 @@ class HostPool:
         if self._source is not None:
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
         batch = self._batch(host, device, unit, validate, direction == "write_back")
-        moves = [self._move(direction, batch, path, layered)]
+        full = validate == "full"
+        moves = [self._move(direction, batch, path, layered, full)]
         for pool in self._followers:
             ids = batch
             if not pool._takes(batch, self):
                 ids = pool._batch(host, device, unit, validate, direction == "write_back")
-            moves.append(pool._move(direction, ids, path, layered))
+            moves.append(pool._move(direction, ids, path, layered, full))
         return moves
 
     def _move(
-        self, direction: str, batch: indices.Batch, path: str | Mapping[str, str] | None, layered: bool
+        self,
+        direction: str,
+        batch: indices.Batch,
+        path: str | Mapping[str, str] | None,
+        layered: bool,
+        full: bool,
     ) -> Move:
         wanted = path if path is None or isinstance(path, str) else path.get(self.name)
-        return Move(self._number, self.name, batch, self._choose(direction, batch, wanted, layered))
+        taken = self._choose(direction, batch, wanted, layered)
+        return Move(self._number, self.name, batch, taken, self._checks if full and batch.host else None)
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
@@ -411,6 +422,11 @@ class HostPool:
         """Every path: whether it can run here; when not, why, and the command that mends it."""
         return self._shared.code.report()
 
+    def overwritten_guard(self) -> str:
+        """Which of the guard bytes round this pool's memory were written to, in words; empty for none."""
+        self._alive()
+        return self._checks.overwritten()
+
     def destroy(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens.
 
@@ -424,6 +440,7 @@ class HostPool:
     def _forget(self) -> None:
         """Let go of what is given back with the pool."""
         self._bound, self.staging = None, None
+        self._checks.release()
         self.__dict__.pop("kv_buffer", None)
 
     # ---- names that engines know
@@ -471,7 +488,9 @@ class HostPool:
         return _slot_pages(self.program, self.page_num, self.staging_bytes)
 
     def _allocate_staging(self, slot_bytes: int) -> Memory:
-        return self._backend.driver.allocate(SLOTS * indices_align(slot_bytes))
+        nbytes = SLOTS * indices_align(slot_bytes)
+        memory = self._backend.driver.allocate(nbytes + GUARD)
+        return Memory(memory.address, nbytes, memory.tensor[:nbytes])
 
     def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
         """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None
@@ -485,6 +504,9 @@ class HostPool:
             return None
         slot = indices_align(self.host_layout(self.staging_pages).nbytes)
         return Ring(self.staging, self.staging_pages, slot)
+
+    def _settle(self, pages: set[int], reads: bool) -> None:
+        self._transfers.settle(self.name, pages, reads)
 
     def _alive(self) -> None:
         if self._shared.ended:
@@ -529,11 +551,6 @@ class HostPool:
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
-
-
-def _units(host: HostLayout, pages: int) -> list[Units]:
-    """What the copy engine moves at once: no registration may end inside one."""
-    return [Units(start, r.nbytes, pages) for r in host.ranges if r.nbytes for start in r.starts]
 
 
 def indices_align(nbytes: int) -> int:

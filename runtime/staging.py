@@ -16,21 +16,14 @@ from itertools import zip_longest
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
+from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.moves import Member, Move, Ring
+from poolwright.runtime.pages import spans
 
 SLOTS = 2
 SMALLEST_CHUNK = 2 << 20
 CHUNKS = 8
 """A transfer is cut into about so many chunks: enough to overlap both stages, few enough to submit."""
-
-
-@dataclass(frozen=True)
-class _Span:
-    """One range of a page, on the host and in a slot: where page 0 starts, bytes of a page."""
-
-    host: int
-    slot: int
-    nbytes: int
 
 
 class _Stage:
@@ -43,13 +36,8 @@ class _Stage:
         self.member, self.ring, self.borders = member, ring, member.buffer.borders
         self.page_bytes = max(member.layout.page_bytes, 1)
         self.slots = [ring.slot(number) for number in range(SLOTS)]
-        inside = member.program.host(ring.slot_pages)
-        self.spans = tuple(
-            _Span(member.place.address + here, there, outer.nbytes)
-            for outer, inner in zip(member.layout.ranges, inside.ranges, strict=True)
-            if outer.nbytes and (outer.ident is None or member.program.present(outer.ident))
-            for here, there in zip(outer.starts, inner.starts, strict=True)
-        )
+        inside = spans(member.program, ring.slot_pages)
+        self.spans = tuple(zip(spans(member.program, member.place.pages), inside, strict=True))
 
     def chunks(self, batch: Batch, capture: bool) -> Iterator[tuple[list[int], Batch]]:
         """Parts of a batch that fit a slot: host pages, and the ids with positions in the slot for them.
@@ -75,8 +63,9 @@ class _Stage:
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
         """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
         runs = _runs(pages)
-        for span in self.spans:
-            size, start, inside = span.nbytes, span.host, base + span.slot
+        for outer, inner in self.spans:
+            size, inside = outer.nbytes, base + inner.start
+            start = self.member.place.address + outer.start
             copies = [(start + first * size, inside + at * size, count * size) for first, at, count in runs]
             if self.borders:
                 copies = [part for copy in copies for part in _cut(*copy, self.borders)]
@@ -122,6 +111,7 @@ class Staging:
         for stage in self._stages.values():
             memory = stage.ring.memory
             self._driver.fill(memory.address, 0, memory.nbytes // 4, stream)
+            self._driver.fill(memory.address + memory.nbytes, PATTERN * 0x01010101, GUARD // 4, stream)
 
     def write_back(
         self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -45,12 +45,12 @@ class Ticket:
     A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
     what the pool hands out never depends on timing. `moved`: host pages by pool; `paths`: the path of each.
     `delayed`: pages of a write-back whose rows were read only after others had left the staging memory;
-    `captured` is that much later.
+    `captured` is that much later. `verdict` is asked once all is done: what is wrong all the same.
     """
 
     __slots__ = (
         *("_acknowledged", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
-        *("delayed", "direction", "error", "pool"),
+        *("_verdict", "delayed", "direction", "error", "pool"),
     )
 
     def __init__(
@@ -64,11 +64,13 @@ class Ticket:
         marks: LayerMarks | None,
         order: Order | None,
         delayed: int,
+        verdict: Callable[[], TransferError | None] | None,
     ) -> None:
         self.pool, self.direction, self.delayed = pool, direction, delayed
         self.error: TransferError | None = None
         self._driver, self._event, self._captured = driver, event, captured
         self._moves, self._marks, self._order = moves, marks, order
+        self._verdict = verdict
         self._lock = threading.Lock()
         self._acknowledged = False
 
@@ -174,16 +176,9 @@ class Ticket:
 
     def _acknowledge(self) -> None:
         with self._lock:
-            if not self._acknowledged and self.error is None:
-                skipped = [
-                    move._replace(batch=move.batch._replace(host_pages=set(bad)))
-                    for move in self._moves
-                    if move.batch.bad is not None and (bad := move.batch.bad())
-                ]
-                if skipped:
-                    cause = "their device ids are out of range or not whole pages"
-                    self.error = failure(self.pool, self.direction, skipped, cause)
-            self._acknowledged = True
+            if self.error is None and self._verdict is not None:  # also of a ticket that was given up
+                self.error = self._verdict()
+            self._acknowledged, self._verdict = True, None
 
     def _check(self) -> None:
         if self.error is not None:

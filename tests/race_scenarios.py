@@ -732,6 +732,46 @@ def failed_on_the_device(choose: Choose) -> None:
             break
 
 
+# ---- pages as bytes
+
+
+def pages_read_and_filled(choose: Choose) -> None:
+    """A page is handed out when its write-back has run, and filled when the loads that read it have."""
+    made = world(MLA, choose)
+    produce(made, 1, 2, 3)
+    store(made, [0, 1, 2], [1, 2, 3]).detach()
+    made.pool.get_data_page(made.page_size)
+    made.compare_host([1])
+    store(made, [3], [2], "staged")
+    made.pool.page_objects(3)
+    made.compare_host([3])
+    load(made, [0, 1], [4, 5], "staged")
+    load(made, [0], [6], order="layer")
+    made.pool.set_from_flat_data_page(0, made.pool.get_dummy_flat_data_page())
+    for at, width, *_ in made.host_rows(0):
+        made.driver.cpu("filling of host page 0", at, width, writes=True)
+    for layer in made.host:
+        layer[: made.page_size] = [None] * made.page_size
+    finish(made)
+
+
+def compared(choose: Choose) -> None:
+    """`validate="full"` compares what the transfer left, whatever is written as soon as it may be."""
+    made = world(MLA, choose)
+    produce(made, 1, 2, 3)
+    one = store(made, [0, 1, 2], [1, 2, 3], validate="full")
+    one.captured.wait(made.driver.caller)
+    produce(made, 1, 2, 3)
+    two = store(made, [0, 1, 2], [2, 3, 1], "staged", validate="full")
+    three = load(made, [2, 1], [6, 7], order="layer", validate="full")
+    three.wait_layer(made.config.layers[0], made.driver.caller)
+    produce(made, 6, 7)
+    made.driver.fail("launch", skip=1)  # the transfer is submitted, its comparison is not
+    with pytest.raises(TransferError):
+        made.pool.write_back(torch.tensor([4]), torch.tensor([0]), "page", path="zero_copy", validate="full")
+    finish(made, one, two, three)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     *(references_dropped, tensors_replaced, pool_destroyed, pool_dropped, orders_forgotten),
     *(late_layer_wait, bound_at_once),
@@ -740,6 +780,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
     *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_layers, group_and_pool, group_dropped),
+    *(pages_read_and_filled, compared),
 )
 
 FAILURES: tuple[Scenario, ...] = (device_lost, failed_on_the_device, failed_half_way)

@@ -17,10 +17,10 @@ import pytest
 from race_scenarios import FAILURES, SCENARIOS
 from simulation import first
 
-from poolwright.runtime import backend, hazards, launch, pool, staging, ticket, transfer
+from poolwright.runtime import backend, checks, hazards, launch, pool, staging, ticket, transfer
 from poolwright.runtime.driver.simulated_memory import SimulationError
 
-MODULES = (transfer, staging, launch, ticket, hazards)
+MODULES = (transfer, staging, launch, ticket, hazards, checks)
 USERS = (*MODULES, pool, backend)
 CALLS = {"wait", "wait_value", "synchronize", "admit"}
 KEPT = {"keep.append", "_counters_of_all_pools.append", "self._lost.append"}

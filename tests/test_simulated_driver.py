@@ -413,7 +413,7 @@ def test_no_copy_crosses_two_registrations(
         pool = MHATokenToKVPoolHost(
             heads=1, **widths, dtype=torch.bfloat16, layers=[0], page_size=2, capacity_pages=pages
         )
-    assert len(pool._buffer.borders) >= 2
+    assert len(pool._transfers.members[0].buffer.borders) >= 2
     tensors = {
         name: [driver.tensor((pages * 2, 1, width), torch.bfloat16)]
         for name, width in zip(("k", "v"), sizes, strict=True)

@@ -85,6 +85,10 @@ class Driver(Protocol):
         """Makes `stream` the one that torch's own operations go to."""
         ...
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Queue torch's operations of `work` in `stream`; they write only tensors that they make."""
+        ...
+
     def current_stream(self) -> Stream:
         """The stream that the caller's own work goes to."""
         ...

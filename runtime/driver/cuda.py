@@ -174,6 +174,10 @@ class CudaDriver:
         external: Any = torch.cuda.ExternalStream
         return torch.cuda.stream(external(stream, self.device))
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        with self.torch_stream(stream):
+            work()
+
     def current_stream(self) -> Stream:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 

@@ -64,6 +64,9 @@ class HostDriver:
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        work()
+
     def current_stream(self) -> Stream:
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from poolwright.runtime.tools.samples import Sample, arguments, takes_page_size
 COUNTS = (1, 63, 64, 65, 128, 129)
 HOST_PAGES, DEVICE_PAGES = 131, 137
 STAGING_PAGES = 7
-MEMORY_PAGE = 4096
 LANES, IN_FLIGHT = 3 * 32, 8
 """Of a launch on the CPU twin: lanes, and vectors that each moves in one round."""
 
@@ -393,13 +391,8 @@ class Bench:
                     f"{case.label}: {side} byte {at} ({place}): expected {int(expected[at]):#04x}, "
                     f"got {int(here[at]):#04x}"
                 )
-        return "" if self._tail() else f"{case.label}: bytes behind the host buffer were written"
-
-    def _tail(self) -> bool:
-        """Whether the rest of the last memory page is untouched."""
-        end = self.pool.kv_buffer.data_ptr() + self.host.nbytes
-        rest = -end % MEMORY_PAGE
-        return self.host.nbytes == 0 or ctypes.string_at(end, rest) == bytes(rest)
+        broken = self.pool.overwritten_guard()
+        return f"{case.label}: {broken}" if broken else ""
 
     def _bytes(self, count: int) -> torch.Tensor:
         words = torch.empty(count // 8 + 1, dtype=torch.int64).random_(generator=self._random)
