@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, NamedTuple, NoReturn, overload
 
 import torch
 
-from poolwright.runtime.description import PoolSpec
+from poolwright.runtime.description import HostPart, PoolSpec
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.program import SizedProgram
 
@@ -242,14 +242,30 @@ class Pages:
         for part in self.program.host(1).parts if split_factor > 1 else ():
             if not self.program.present(part.ident):
                 continue
-            axes = list(part.axes)
-            at = [axis for axis, _, _ in axes].index("page")
-            name, extent, step = axes[at + 1] if at + 1 < len(axes) else ("nothing", 1, 0)
-            if name in ("token", "layer") or extent * step != axes[at][2] or extent % split_factor:
+            name, extent, whole = self._outermost(part)
+            if name in ("token", "layer") or not whole or extent % split_factor:
                 got = f"{split_factor} for {extent} of {name}"
                 expected = "a split_factor that divides the heads, outermost in a page"
                 self._refuse(call, expected, got, "use a layout such as page_head")
         return split_factor
+
+    def _outermost(self, part: HostPart) -> tuple[str, int, bool]:
+        """The dim outermost in a page, its extent there, whether it fills the page; a split dim's parts
+        that lie one behind the other count as one."""
+        at = [axis for axis, _, _ in part.axes].index("page")
+        _, _, page_step = part.axes[at]
+        inside = part.axes[at + 1 :]
+        if not inside:
+            return "nothing", 1, False
+        first = inside[0][0]
+        dim, pieces = next(((d, p) for d, p in self.spec.splits.items() if first in p), (first, (first,)))
+        extent, step = inside[0][1], inside[0][2]
+        whole = extent * step == page_step
+        for name, length, inner in inside[1:]:
+            if name not in pieces or length * inner != step:
+                break
+            extent, step = extent * length, inner
+        return dim, extent, whole
 
     def _page(self, call: str, index: Index) -> int:
         """The page that `index` names. Raises ValueError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,7 +155,8 @@ def test_ids_that_only_the_device_knows(
     parts = in_parts(pool, most, monkeypatch)
 
     def submit(host: list[int], bad: list[int]) -> Any:
-        given = Batch(unit, host, [], set(host), None, torch.tensor(device), lambda: bad)
+        rows, none = array("I", host), array("I")
+        given = Batch(unit, rows, none, set(host), None, torch.tensor(device), lambda: bad)
         return pool._transfers.submit("write_back", [Move(0, "mla", given, "torch", parts)], None)
 
     cause = "their device ids are out of range or not whole pages"

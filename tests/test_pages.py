@@ -116,7 +116,7 @@ class Side:
         self.pool = kind.make(pages)
         self.facts = kind.facts(self.pool)
         form = self.pool.form
-        self.device = oracle.device(*self.facts, form, DEVICE_PAGES, self.pool.layers)
+        self.device = oracle.device(*self.facts, form, DEVICE_PAGES, self.pool.lists)
         self.device.arena.random_(generator=torch.Generator().manual_seed(seed))
         self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
         self.order = self.pool.spec.layouts[self.pool.layout].order
@@ -130,7 +130,7 @@ class Side:
         for at in one.bytes:
             page[at.at[0]] = self.device.arena[source[at.name].at[device_page]]
             held[at.at[0]] = True
-        whole = self.order.index("page") < self.order.index("component")
+        whole = not self.order or self.order.index("page") < self.order.index("component")
         return page if whole else page[held]
 
     def ids(self, page: int) -> range:
