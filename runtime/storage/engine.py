@@ -61,11 +61,11 @@ def shorten() -> Waits:
     wanted = (STALL_S, STALL_S, 1000 * REPLY_S)
     found = []
     for name, value in zip(names, wanted, strict=True):
-        text = os.environ.setdefault(name, str(value))
+        text = os.environ.get(name, "").strip() or str(value)
         if not text.isdecimal() or int(text) < 1:
-            raise ValueError(
-                f"{name}: expected an integer of at least 1, got {text!r}; change it or unset it"
-            )
+            expected = "an integer of at least 1"
+            raise ValueError(f"{name}: expected {expected}, got {text!r}; change it or unset it")
+        os.environ[name] = text
         found.append(int(text))
     return Waits(max(found[:2]), found[2] / 1000)
 
