@@ -79,6 +79,10 @@ class Cluster:
         """The nodes that the master knows, dead ones included until it has noticed."""
         return set(self._ask("/get_all_segments").split())
 
+    def metrics(self) -> str:
+        """What the master counts, in the text format of Prometheus."""
+        return self._ask("/metrics")
+
     def stop(self) -> None:
         """End every server that was started here. Idempotent."""
         for process in self.processes:

@@ -1,15 +1,18 @@
 """The door to Mooncake's client library: what is asked of it, and how a client of a running master is made.
 
-Setting one up against a dead master takes the library 90 s, and its default waits are 30 s each: so the
-master is asked first, and the waits are shortened, through environment variables that are not yet set.
+Setting one up against a master that does not answer takes the library 90 s, in which no other thread of
+Python runs: so a process of its own tries first. Its default waits are 30 s each: they are shortened, through
+environment variables that are not yet set.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
-import threading
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -21,6 +24,11 @@ _log = logging.getLogger("poolwright")
 STALL_S = 1
 REPLY_S = 2
 SETUP_S = 15.0
+TRIAL = """
+import json, os, sys
+from mooncake.store import MooncakeDistributedStore
+os._exit(MooncakeDistributedStore().setup(*json.loads(sys.argv[1])) != 0)
+"""
 LOCAL_BUFFER = 16 << 20
 START = "make mooncake-up for one on this machine, or see docs/scaling.md"
 
@@ -86,8 +94,12 @@ def connect(master: str, host: str, protocol: str, device: str) -> Engine:
         "Mooncake opens ports on every interface of this machine, and asks nobody who reaches them for a "
         "password: peers can read and overwrite what is stored. Use it in a trusted network only."
     )
+    arguments = (host, "P2PHANDSHAKE", 0, LOCAL_BUFFER, protocol, device, master)
+    _try(arguments, master)
     store = MooncakeDistributedStore()
-    _set_up(store, (host, "P2PHANDSHAKE", 0, LOCAL_BUFFER, protocol, device, master))
+    code = store.setup(*arguments)
+    if code != 0:
+        raise BackendUnavailable(f"Mooncake master {master}", f"setup failed with code {code}", START)
     return cast(Engine, store)
 
 
@@ -102,20 +114,21 @@ def _ask(master: str) -> None:
         raise BackendUnavailable(f"Mooncake master {master}", str(error), START) from error
 
 
-def _set_up(store: object, arguments: Sequence[object]) -> None:
-    """`setup` with an end: a master that accepts connections but never answers keeps it for minutes."""
-    codes: list[int] = []
-    late = threading.Event()
-
-    def run() -> None:
-        codes.append(store.setup(*arguments))  # type: ignore[attr-defined]
-        if late.is_set():
-            store.close()  # type: ignore[attr-defined]
-
-    thread = threading.Thread(target=run, name="mooncake-setup", daemon=True)
-    thread.start()
-    thread.join(SETUP_S)
-    if codes != [0]:
-        late.set()
-        why = f"setup failed with code {codes[0]}" if codes else f"no answer within {SETUP_S:.0f} s"
-        raise BackendUnavailable(f"Mooncake master {arguments[-1]}", why, START)
+def _try(arguments: Sequence[object], master: str) -> None:
+    """Raises where `setup` fails or does not come to an end."""
+    why = f"no answer within {SETUP_S:.0f} s"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TRIAL, json.dumps(arguments)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SETUP_S,
+        )
+        if done.returncode == 0:
+            return
+        why = f"setup failed: {' '.join(done.stderr.splitlines()[-1:])}"
+    except subprocess.TimeoutExpired:
+        pass
+    raise BackendUnavailable(f"Mooncake master {master}", why, START)
