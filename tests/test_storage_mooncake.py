@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import storage_kit as kit
 from conftest import ROOT
+from storage_pools import goes_through, kinds
 
 from poolwright.runtime.errors import BackendUnavailable
 from poolwright.runtime.storage import MooncakeStorage, Status, engine
@@ -114,6 +115,11 @@ def test_what_one_client_puts_another_gets(cluster: Cluster) -> None:
             assert writer.remove(traffic.keys[:5]) == [MISS] * 5
             assert got(reader, traffic, parts) == [MISS] * 5 + [HIT] * 5
             assert writer.remove(traffic.keys[5:]) == [HIT] * 5
+
+
+def test_pages_of_every_pool_go_through(storage: MooncakeStorage) -> None:
+    for kind in kinds():
+        goes_through(storage, *kind)
 
 
 def test_equal_keys_in_a_batch_all_get_their_bytes(storage: MooncakeStorage) -> None:
