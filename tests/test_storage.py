@@ -24,7 +24,7 @@ from poolwright.runtime.storage import (
     usable_prefix,
 )
 from poolwright.runtime.storage.breaker import Breaker
-from poolwright.runtime.storage.envelope import SIZE, envelope
+from poolwright.runtime.storage.envelope import BLOCK, IOV_MAX, SIZE, blocks, checksum, envelope
 
 HIT, MISS, REFUSED, ERROR = Status.HIT, Status.MISS, Status.REFUSED, Status.ERROR
 SPACE = Namespace("org/model@rev", "kv", "00ff", (0, 1, 2, 5), "tp3of8")
@@ -115,16 +115,34 @@ def test_page_sizes_that_are_none_are_refused(bad: object) -> None:
 
 
 def test_an_envelope_tells_key_size_and_bytes() -> None:
-    parts = [memoryview(b"abc"), memoryview(b"defg")]
-    whole = envelope("k", parts)
+    def of(key: str, *parts: bytes) -> bytes:
+        crc = checksum(map(memoryview, parts))
+        return envelope(key, sum(map(len, parts)), crc)
+
+    whole = of("k", b"abc", b"defg")
     assert len(whole) == SIZE
-    assert whole == envelope("k", [memoryview(b"abcdefg")]), "how the bytes are cut does not matter"
-    others = [envelope("l", parts), envelope("k", parts[:1]), envelope("k", []), envelope("k", parts[::-1])]
+    assert whole == of("k", b"abcdefg"), "how the bytes are cut does not matter"
+    assert checksum([memoryview(b"defg")], checksum([memoryview(b"abc")])) == checksum(
+        [memoryview(b"abcdefg")]
+    )
+    others = [of("l", b"abcdefg"), of("k", b"abc"), of("k"), of("k", b"defg", b"abc"), of("k", b"abcdefg\0")]
     for at, bit in itertools.product(range(7), range(8)):
         flipped = bytearray(b"abcdefg")
         flipped[at] ^= 1 << bit
-        others.append(envelope("k", [memoryview(flipped)]))
+        others.append(of("k", bytes(flipped)))
     assert whole not in others and len(set(others)) == len(others)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [1], [BLOCK], [BLOCK + 1], [3 * BLOCK - 1, 2], [7] * 3000, [BLOCK, 1] * 3]
+)
+def test_blocks_are_the_parts_in_order_and_small_enough(sizes: list[int]) -> None:
+    content = kit.content("blocks", sum(sizes))
+    ends = list(itertools.accumulate(sizes, initial=0))
+    found = list(blocks(memoryview(content)[a:b] for a, b in itertools.pairwise(ends)))
+    assert b"".join(piece for block in found for piece in block) == content
+    assert all(0 < sum(piece.nbytes for piece in block) <= BLOCK for block in found)
+    assert all(len(block) <= IOV_MAX and all(piece.nbytes for piece in block) for block in found)
 
 
 # ---- what all backends do alike

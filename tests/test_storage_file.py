@@ -26,7 +26,7 @@ PAGE = 4096 + 7
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[FileStorage]:
-    with FileStorage(tmp_path / "pages", 1 << 24) as made:
+    with FileStorage(tmp_path / "pages", 1 << 25) as made:
         yield made
 
 
@@ -39,9 +39,11 @@ def leftovers(root: Path) -> list[Path]:
     return sorted((root / "tmp").iterdir())
 
 
-@pytest.mark.parametrize("parts", [1, 2, 61, 1500])
-def test_what_was_put_is_got(storage: FileStorage, tmp_path: Path, parts: int) -> None:
-    traffic = kit.Traffic.of("k", 20, PAGE)
+@pytest.mark.parametrize(
+    ("parts", "nbytes"), [(1, PAGE), (2, PAGE), (1500, PAGE), (1, 1 << 20), (61, 1 << 20)]
+)
+def test_what_was_put_is_got(storage: FileStorage, tmp_path: Path, parts: int, nbytes: int) -> None:
+    traffic = kit.Traffic.of("k", 20, nbytes)
     assert storage.exists(traffic.keys) == [MISS] * 20
     assert storage.get(traffic.incoming(parts)) == [MISS] * 20
     assert storage.put(traffic.outgoing(parts)) == [HIT] * 20
@@ -53,6 +55,20 @@ def test_what_was_put_is_got(storage: FileStorage, tmp_path: Path, parts: int) -
     assert storage.remove(traffic.keys[:5]) == [MISS] * 5
     assert storage.get(traffic.incoming(parts)) == [MISS] * 5 + [HIT] * 15
     assert leftovers(tmp_path / "pages") == []
+
+
+def test_reads_and_writes_that_do_only_a_part_go_on(
+    storage: FileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def little(call: Callable[[int, list[memoryview]], int]) -> Callable[[int, list[memoryview]], int]:
+        return lambda handle, buffers: call(handle, [buffers[0][: 1 + buffers[0].nbytes // 2]])
+
+    monkeypatch.setattr(os, "readv", little(os.readv))
+    monkeypatch.setattr(os, "writev", little(os.writev))
+    traffic = kit.Traffic.of("k", 3, PAGE)
+    assert storage.put(traffic.outgoing(3)) == [HIT] * 3
+    assert storage.get(traffic.incoming(3)) == [HIT] * 3
+    assert all(traffic.right(at) for at in range(3))
 
 
 def test_parts_may_be_cut_otherwise_when_read(storage: FileStorage) -> None:

@@ -11,11 +11,13 @@ import ctypes
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 from poolwright.runtime.storage.base import Item
 
 SIZE = 64
+BLOCK = 256 << 10
+IOV_MAX = 1024  # buffers of one readv or writev on Linux
 _FORMAT = struct.Struct("<8sQ32sI12x")
 _MAGIC = b"pwpage01"
 
@@ -30,14 +32,33 @@ def views(item: Item) -> list[memoryview]:
     return [view(address, nbytes) for address, nbytes in item.parts]
 
 
-def envelope(key: str, parts: Sequence[memoryview]) -> bytes:
-    """The envelope of an object with these bytes, 64 bytes. Reads all of them once.
+def checksum(parts: Iterable[memoryview], start: int = 0) -> int:
+    """CRC-32 of these bytes, after those that gave `start`.
 
-    CRC-32 because it is the fastest that the standard library has, and as no checksum without a secret
-    protects from a malicious peer anyway, the longer ones would buy little: damage goes unseen once in 4e9.
+    It is the fastest that the standard library has; and as no checksum without a secret protects from
+    malicious peers, longer ones would buy little: damage goes unseen once in 4e9.
     """
-    crc, nbytes = 0, 0
     for part in parts:
-        crc = zlib.crc32(part, crc)
-        nbytes += part.nbytes
+        start = zlib.crc32(part, start)
+    return start
+
+
+def envelope(key: str, nbytes: int, crc: int) -> bytes:
+    """The envelope of an object of so many bytes with this checksum: 64 bytes."""
     return _FORMAT.pack(_MAGIC, nbytes, hashlib.sha256(key.encode()).digest(), crc)
+
+
+def blocks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The parts in order, in blocks so small that they are still in a core's cache when they are summed."""
+    block: list[memoryview] = []
+    room = BLOCK
+    for part in parts:
+        while part.nbytes:
+            piece, part = part[:room], part[room:]
+            block.append(piece)
+            room -= piece.nbytes
+            if room == 0 or len(block) == IOV_MAX:
+                yield block
+                block, room = [], BLOCK
+    if block:
+        yield block

@@ -23,7 +23,6 @@ from poolwright.runtime.storage.folder import Folder
 _log = logging.getLogger("poolwright")
 _T = TypeVar("_T", Item, str)
 
-_IOV_MAX = 1024  # buffers of one readv or writev on Linux
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -65,15 +64,13 @@ class FileStorage(Storage):
         path = self._folder.path(digest)
         if _touch(path, nbytes):
             return Status.HIT
-        parts = envelope.views(item)
-        head = memoryview(envelope.envelope(item.key, parts))
         made = self._folder.create(nbytes)
         if made is None:
             return Status.REFUSED
         handle, temporary = made
         try:
             try:
-                _all(os.writev, handle, [head, *parts])
+                _fill(handle, item)
             finally:
                 os.close(handle)
             self._folder.publish(temporary, digest)
@@ -86,10 +83,7 @@ class FileStorage(Storage):
         path = self._folder.path(_digest(item.key))
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            head, parts = bytearray(envelope.SIZE), envelope.views(item)
-            whole = os.fstat(handle).st_size == envelope.SIZE + item.nbytes
-            whole = whole and _all(os.readv, handle, [memoryview(head), *parts])
-            if whole and head == envelope.envelope(item.key, parts):
+            if os.fstat(handle).st_size == envelope.SIZE + item.nbytes and _take(handle, item):
                 with contextlib.suppress(OSError):  # a folder that may only be read has no order of use
                     os.utime(handle)
                 return Status.HIT
@@ -135,16 +129,39 @@ def _touch(path: Path, nbytes: int) -> bool:
     return True
 
 
+def _fill(handle: int, item: Item) -> None:
+    """Write an object into an empty file: the page, then the envelope in front of it."""
+    os.lseek(handle, envelope.SIZE, os.SEEK_SET)
+    crc = 0
+    for block in envelope.blocks(envelope.views(item)):
+        crc = envelope.checksum(block, crc)
+        _all(os.writev, handle, block)
+    os.lseek(handle, 0, os.SEEK_SET)
+    _all(os.writev, handle, [memoryview(envelope.envelope(item.key, item.nbytes, crc))])
+
+
+def _take(handle: int, item: Item) -> bool:
+    """Read an object into the item's memory; whether it is this one, and whole."""
+    head, crc = bytearray(envelope.SIZE), 0
+    if not _all(os.readv, handle, [memoryview(head)]):
+        return False
+    for block in envelope.blocks(envelope.views(item)):
+        if not _all(os.readv, handle, block):
+            return False
+        crc = envelope.checksum(block, crc)
+    return head == envelope.envelope(item.key, item.nbytes, crc)
+
+
 def _all(call: Callable[[int, list[memoryview]], int], handle: int, buffers: list[memoryview]) -> bool:
     """`os.readv` or `os.writev` until every buffer is done; False at an early end of the file."""
-    at = 0
-    while at < len(buffers):
-        done = call(handle, buffers[at : at + _IOV_MAX])
+    at, left = 0, list(buffers)
+    while at < len(left):
+        done = call(handle, left[at:])
         if done == 0:
             return False
-        while at < len(buffers) and done >= buffers[at].nbytes:
-            done -= buffers[at].nbytes
+        while at < len(left) and done >= left[at].nbytes:
+            done -= left[at].nbytes
             at += 1
         if done:
-            buffers[at] = buffers[at][done:]
+            left[at] = left[at][done:]
     return True

@@ -41,7 +41,7 @@ class Placed:
         """Make the object ready to be read from its ranges."""
         for at, (address, nbytes) in self._copies():
             ctypes.memmove(at, address, nbytes)
-        ctypes.memmove(self.head, envelope.envelope(self.item.key, self._page()), envelope.SIZE)
+        ctypes.memmove(self.head, self._envelope(), envelope.SIZE)
 
     def blank(self) -> None:
         """Before the object is filled: no envelope, so that none of an earlier object can pass for it."""
@@ -50,12 +50,15 @@ class Placed:
     def whole(self) -> bool:
         """Whether the ranges hold exactly this object."""
         head = envelope.view(self.head, envelope.SIZE)
-        return bytes(head) == envelope.envelope(self.item.key, self._page())
+        return bytes(head) == self._envelope()
 
     def unpack(self) -> None:
         """Bring the page to its place."""
         for at, (address, nbytes) in self._copies():
             ctypes.memmove(address, at, nbytes)
+
+    def _envelope(self) -> bytes:
+        return envelope.envelope(self.item.key, self.item.nbytes, envelope.checksum(self._page()))
 
     def _page(self) -> list[memoryview]:
         """The page as the library reads or writes it."""
