@@ -14,21 +14,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOCK_S = 2.0
 STALE_S = 600.0
 KEEP = 15 / 16  # of the capacity, after an eviction: so that not every put has to look for the oldest
 
 
-@dataclass(frozen=True)
-class Found:
-    """A file of the folder: when it was used last, and its bytes."""
+class Found(NamedTuple):
+    """A file of the folder: when it was used last, its bytes, whether it is one being written."""
 
     used: float
     nbytes: int
-    path: Path
+    path: str
+    temporary: bool
 
 
 class Folder:
@@ -102,15 +102,17 @@ class Folder:
 
     def _evict(self, incoming: int) -> None:
         """Count anew, and delete the oldest where `incoming` bytes do not fit. Under the lock."""
-        files = sorted(self._files(), key=lambda found: found.used)
+        files = list(self._files())
         total = sum(found.nbytes for found in files)
         full = total + incoming > self.capacity_bytes
+        if full:
+            files.sort(key=lambda found: found.used)
         now = time.time()
         for found in files:
-            temporary = found.path.parent == self._tmp
-            spare = full and total + incoming > self.capacity_bytes * KEEP
-            if (found.used < now - STALE_S) if temporary else spare:
-                found.path.unlink(missing_ok=True)
+            old = found.temporary and found.used < now - STALE_S
+            spare = full and not found.temporary and total + incoming > self.capacity_bytes * KEEP
+            if old or spare:
+                Path(found.path).unlink(missing_ok=True)
                 total -= found.nbytes
         os.pwrite(self._usage, total.to_bytes(8, "little"), 0)
 
@@ -122,7 +124,7 @@ class Folder:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         stat = entry.stat()
-                        yield Found(stat.st_mtime, stat.st_size, Path(entry.path))
+                        yield Found(stat.st_mtime, stat.st_size, entry.path, folder == self._tmp)
 
     @contextlib.contextmanager
     def _locked(self, seconds: float) -> Iterator[None]:
