@@ -10,12 +10,16 @@ from poolwright.runtime.storage.envelope import view
 
 @dataclass
 class LyingEngine:
-    """`objects` by key. `lie`: what the next calls do wrong; `now`: its clock, in seconds."""
+    """`objects` by key. `lie`: what the next calls do wrong. `now`: its clock; `seconds`: what a call takes.
+
+    `seen`: the ranges of each object that moved, in order.
+    """
 
     lie: str = ""
     now: float = 0.0
     objects: dict[str, bytes] = field(default_factory=dict)
     calls: list[tuple[str, list[str]]] = field(default_factory=list)
+    seen: list[list[tuple[int, int]]] = field(default_factory=list)
     registered: list[tuple[int, int]] = field(default_factory=list)
     closed: int = 0
     seconds: float = 0.0
@@ -37,7 +41,8 @@ class LyingEngine:
         def put(key: str, at: int) -> int:
             if self.lie == "stores nothing":
                 return 0
-            ranges = zip(addresses[at], sizes[at], strict=True)
+            ranges = list(zip(addresses[at], sizes[at], strict=True))
+            self.seen.append(ranges)
             content = b"".join(bytes(view(address, nbytes)) for address, nbytes in ranges)
             self.objects.setdefault(key, content)  # what is stored first stays
             return 0
@@ -52,6 +57,7 @@ class LyingEngine:
                 return -704
             content = self._content(key)
             ranges = list(zip(addresses[at], sizes[at], strict=True))
+            self.seen.append(ranges)
             if sum(sizes[at]) < len(content):
                 return -600
             if key in keys[at + 1 :]:  # of equal keys only the last buffer is filled

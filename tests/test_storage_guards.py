@@ -15,22 +15,26 @@ from poolwright.runtime.errors import BackendUnavailable, PoolError
 from poolwright.runtime.storage import MooncakeStorage, Status, engine
 from poolwright.runtime.storage.engine import Waits
 from poolwright.runtime.storage.envelope import SIZE
-from poolwright.runtime.storage.scratch import PACK_PARTS
+from poolwright.runtime.storage.scratch import PACK_BYTES, PACK_PARTS
 
 HIT, MISS, REFUSED, ERROR = Status.HIT, Status.MISS, Status.REFUSED, Status.ERROR
 PAGE = 4096 + 7
 WAITS = Waits(1.0, 2.0)
-PARTS = pytest.mark.parametrize("parts", [1, 2, PACK_PARTS, PACK_PARTS + 1, 160])
+CUTS = pytest.mark.parametrize(
+    ("parts", "nbytes"),
+    [(1, PAGE), (160, PAGE), (1, PACK_BYTES), (PACK_PARTS, PACK_BYTES + 1), (PACK_PARTS + 1, PACK_BYTES)],
+)
+"""Pages copied behind their envelopes, and pages that move by address."""
 
 
 def storage_of(lying: LyingEngine, protocol: str = "tcp", workers: int = 1) -> MooncakeStorage:
     return MooncakeStorage(lying, WAITS, protocol=protocol, workers=workers, clock=lambda: lying.now)
 
 
-@PARTS
-def test_what_was_put_is_got(parts: int) -> None:
+@CUTS
+def test_what_was_put_is_got(parts: int, nbytes: int) -> None:
     with storage_of(LyingEngine(), workers=2) as storage:
-        traffic = kit.Traffic.of("k", 20, PAGE)
+        traffic = kit.Traffic.of("k", 20, nbytes)
         assert storage.exists(traffic.keys) == [MISS] * 20
         assert storage.get(traffic.incoming(parts)) == [MISS] * 20
         assert storage.put(traffic.outgoing(parts)) == [HIT] * 20
@@ -41,23 +45,28 @@ def test_what_was_put_is_got(parts: int) -> None:
         assert storage.remove(traffic.keys[:3]) == [MISS] * 3
 
 
-def test_a_page_moves_by_address_and_an_object_is_envelope_and_page() -> None:
+def test_a_large_page_moves_by_address_and_an_object_is_envelope_and_page() -> None:
     lying = LyingEngine()
-    traffic = kit.Traffic.of("k", 1, PAGE)
+    traffic = kit.Traffic.of("k", 1, PACK_BYTES)
     with storage_of(lying) as storage:
-        storage.put(traffic.outgoing())
+        (item,) = traffic.outgoing(2)
+        storage.put([item])
+        assert lying.seen[-1][1:] == list(item.parts), "the library was given the page itself"
+        (item,) = traffic.incoming(2)
+        storage.get([item])
+        assert lying.seen[-1][1:] == list(item.parts)
     assert lying.objects["k/0"][SIZE:] == traffic.written[0]
 
 
-@PARTS
+@CUTS
 @pytest.mark.parametrize(
     "lie",
     ["leaves the buffers", "stops half way", "delivers another object", "cuts"]
     + [f"flips {at}" for at in (0, 8, 16, 48, 60, SIZE, SIZE + 99, -1)],
 )
-def test_what_is_not_right_is_a_miss_and_is_dropped(lie: str, parts: int) -> None:
+def test_what_is_not_right_is_a_miss_and_is_dropped(lie: str, parts: int, nbytes: int) -> None:
     lying = LyingEngine()
-    traffic = kit.Traffic.of("k", 2, PAGE)
+    traffic = kit.Traffic.of("k", 2, nbytes)
     with storage_of(lying) as writer, storage_of(lying) as reader:
         assert writer.put(traffic.outgoing(parts)) == [HIT] * 2
         lying.lie = lie
@@ -81,25 +90,25 @@ def test_an_envelope_of_an_earlier_call_cannot_pass_for_this_one() -> None:
         assert storage.get(items) == [MISS]
 
 
-@PARTS
-def test_a_failed_get_is_an_error_whatever_it_wrote(parts: int) -> None:
+@CUTS
+def test_a_failed_get_is_an_error_whatever_it_wrote(parts: int, nbytes: int) -> None:
     lying = LyingEngine(lie="fails when half is written")
-    traffic = kit.Traffic.of("k", 2, PAGE)
+    traffic = kit.Traffic.of("k", 2, nbytes)
     with storage_of(lying) as storage:
         storage.put(traffic.outgoing(parts))
         assert storage.get(traffic.incoming(parts)) == [ERROR] * 2
         assert set(lying.objects) == set(traffic.keys), "a lease that ran out says nothing of the object"
 
 
-@PARTS
-def test_equal_keys_in_a_batch_all_get_the_bytes(parts: int) -> None:
+@CUTS
+def test_equal_keys_in_a_batch_all_get_the_bytes(parts: int, nbytes: int) -> None:
     lying = LyingEngine()
-    traffic, target = kit.Traffic.of("k", 2, PAGE), kit.Memory(5, PAGE)
+    traffic, target = kit.Traffic.of("k", 2, nbytes), kit.Memory(5, nbytes)
     with storage_of(lying) as storage:
         storage.put(traffic.outgoing(parts))
         names = ["k/0", "k/1", "k/0", "k/0", "k/1"]
         assert storage.get(target.items(names, parts=parts)) == [HIT] * 5
-    assert [target[at] for at in range(5)] == [kit.content(name, PAGE) for name in names]
+    assert [target[at] for at in range(5)] == [kit.content(name, nbytes) for name in names]
 
 
 def test_a_put_that_stored_nothing_is_refused() -> None:
@@ -211,7 +220,7 @@ def test_over_rdma_everything_that_moves_is_registered_once() -> None:
             storage.register(traffic.read.base, 3 * PAGE)
         with pytest.raises(PoolError, match="cannot be registered: code -600"):
             storage.register(traffic.read.base, 2 * PAGE)
-        storage.put(traffic.outgoing(1))
+        storage.put(traffic.outgoing(1)[:1])
         storage.put(traffic.outgoing(160))  # needs more memory beside the pages than the call before
         storage.get(traffic.incoming(160))
         assert lying.registered[0] == (traffic.read.base, 3 * PAGE)
@@ -223,8 +232,8 @@ def test_memory_beside_the_pages_is_aligned_and_apart() -> None:
     from poolwright.runtime.storage.scratch import Scratch
 
     scratch = Scratch(lambda *_: None, lambda *_: None)
-    memory = kit.Memory(3, PAGE)
-    places = scratch.place([memory.item("a", 0, 160), memory.item("b", 1), memory.item("c", 2, 160)])
+    memory, large = kit.Memory(2, PAGE), kit.Memory(1, PACK_BYTES)
+    places = scratch.place([memory.item("a", 0, 160), large.item("b", 0), memory.item("c", 1, 160)])
     assert [place.packed for place in places] == [True, False, True]
     ranges = [each for place in places for each in place.ranges if not place.item.parts[0] == each]
     spans = sorted((address, address + nbytes) for address, nbytes in ranges)

@@ -1,7 +1,7 @@
 """Memory that a chunk of objects needs beside the pages, and how an object lies in both.
 
-In: items. Out: addresses for the library. An object is an envelope and the page; a page of many parts is
-copied behind the envelope first, since each part would cost a transfer of its own.
+In: items. Out: addresses for the library. An object is an envelope and the page. A page that is small, or in
+many parts, is copied behind its envelope: each part would cost a transfer of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from poolwright.runtime.storage import envelope
 from poolwright.runtime.storage.base import Item
 
-PACK_PARTS = 16
+PACK_PARTS, PACK_BYTES = 16, 256 << 10  # copied: pages of more parts, or of fewer bytes
 _ALIGN = 64
 
 
@@ -84,7 +84,7 @@ class Scratch:
 
     def place(self, items: Sequence[Item]) -> list[Placed]:
         """A place for each item; it is good until the next call."""
-        packed = [len(item.parts) > PACK_PARTS for item in items]
+        packed = [len(item.parts) > PACK_PARTS or item.nbytes < PACK_BYTES for item in items]
         sizes = [item.nbytes * pack + envelope.SIZE for item, pack in zip(items, packed, strict=True)]
         starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         base = self._reserve(starts.pop())
