@@ -127,6 +127,7 @@ def test_a_put_that_stored_nothing_is_refused() -> None:
     [
         (-200, REFUSED, ERROR, ERROR, ERROR),
         (-600, ERROR, ERROR, ERROR, ERROR),
+        (-703, ERROR, MISS, ERROR, ERROR),
         (-704, ERROR, MISS, ERROR, MISS),
         (-706, ERROR, ERROR, ERROR, ERROR),
         (-707, ERROR, ERROR, ERROR, ERROR),

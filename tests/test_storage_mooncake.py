@@ -256,8 +256,11 @@ def test_a_node_that_hangs_costs_the_bound_at_most(cluster: Cluster, storage: Mo
     node(cluster).send_signal(signal.SIGSTOP)
     assert HIT not in got(storage, old)
     assert HIT not in put(storage, new)
+    for page in range(16):  # the call is over, so the pages have another use
+        old.read[page] = b"\x5a" * PAGE
     node(cluster).send_signal(signal.SIGCONT)
     comes_back(storage, "later")
+    assert all(old.read[page] == b"\x5a" * PAGE for page in range(16)), "nothing arrives after the call"
     got(storage, old)
 
 

@@ -21,7 +21,8 @@ from poolwright.runtime.storage.scratch import Placed, Scratch, arguments
 
 _log = logging.getLogger("poolwright")
 
-NO_SPACE, NOT_FOUND, RPC_FAILED, RPC_TIMED_OUT = -200, -704, -900, -901
+NO_SPACE, NOT_READY, NOT_FOUND, RPC_FAILED, RPC_TIMED_OUT = -200, -703, -704, -900, -901
+ABSENT = (NOT_READY, NOT_FOUND)  # the former: being written
 RECONNECT_S = 4.5  # the library tries so long to reach a master that is gone; measured
 
 
@@ -118,7 +119,7 @@ class MooncakeStorage(Storage):
         damaged = [
             item.key
             for item, status, code in zip(items, done, codes, strict=True)
-            if status is Status.MISS and code != NOT_FOUND
+            if status is Status.MISS and code not in ABSENT
         ]
         if damaged:  # what is stored first stays: it would be in the way of every later put
             _log.warning("storage mooncake: damaged and dropped: %s", ", ".join(damaged))
@@ -180,7 +181,7 @@ def _stored(code: int, seen: Status | None) -> Status:
 def _delivered(placed: Placed, code: int) -> Status:
     """What a get brought. The code alone does not tell: a buffer may be left as it was, or half filled."""
     if code < 0:
-        return Status.MISS if code == NOT_FOUND else Status.ERROR
+        return Status.MISS if code in ABSENT else Status.ERROR
     if code != placed.nbytes or not placed.whole():
         return Status.MISS
     placed.unpack()
