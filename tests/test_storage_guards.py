@@ -146,8 +146,10 @@ def test_each_code_is_a_status(code: int, put: Status, get: Status, exists: Stat
         "remove": lambda s: s.remove(traffic.keys),
     }
     for name, status in (("put", put), ("get", get), ("exists", exists), ("remove", remove)):
-        with storage_of(LyingEngine(lie=str(code))) as storage:
+        lying = LyingEngine(lie=str(code))
+        with storage_of(lying) as storage:
             assert calls[name](storage) == [status], name
+        assert [call for call, _ in lying.calls] == [name], "no code by itself has an object dropped"
     assert traffic.unharmed()
 
 

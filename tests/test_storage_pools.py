@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from storage_pools import goes_through, kinds
 
 import poolwright.generated as generated
@@ -84,3 +86,12 @@ def test_what_decides_the_bytes_decides_the_key(tmp_path: Path) -> None:
                 store = PageStore(storage, pool, model=model, name=name, shard=shard)
                 keys.append(store.namespace.key(page_hash))
     assert len(set(keys)) == len(keys)
+
+
+def test_the_program_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- run -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    exec(compile(found[1], "docs/scaling.md", "exec"), {})
+    assert len(list(tmp_path.glob("pages/??/*"))) == 2
