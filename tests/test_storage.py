@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import storage_kit as kit
+from conftest import ROOT
 
 from poolwright.runtime.errors import PoolError, TransferError, WrongProcess
 from poolwright.runtime.storage import (
@@ -29,6 +32,20 @@ from poolwright.runtime.storage.envelope import BLOCK, IOV_MAX, SIZE, blocks, ch
 HIT, MISS, REFUSED, ERROR = Status.HIT, Status.MISS, Status.REFUSED, Status.ERROR
 SPACE = Namespace("org/model@rev", "kv", "00ff", (0, 1, 2, 5), "tp3of8")
 HASH = "ab" * 32
+
+
+def test_importing_storage_loads_no_backend_and_the_core_does_not_know_it() -> None:
+    script = (
+        "import sys, poolwright.runtime.storage; before = set(sys.modules);"
+        "assert not [name for name in before if name.startswith(('mooncake', 'torch'))];"
+        "import threading; assert threading.active_count() == 1"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / ".src"), *sys.path])}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    core = [path for path in (ROOT / "runtime").glob("*.py") if path.name != "__main__.py"]
+    core += (ROOT / "runtime" / "driver").glob("*.py")
+    assert len(core) > 20
+    assert not [path.name for path in core if "runtime.storage" in path.read_text(encoding="utf-8")]
 
 
 # ---- keys

@@ -175,6 +175,22 @@ def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path: Path) -> 
         assert sum(there) <= 32 and not any(there[:40])
 
 
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    others = [
+        tmp_path / name for name in ("mine.txt", "ab/mine.txt", f"ab/{'0' * 64}", "tmp/x", "music/song")
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(1000))
+        os.utime(path, (0, 0))
+    traffic = kit.Traffic.of("k", 20, PAGE)
+    with FileStorage(tmp_path, 4 * PAGE + 999, chunk=1) as storage:
+        assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
+        assert storage.put(traffic.outgoing()) == [HIT] * 20
+        assert HIT in storage.get(traffic.incoming())
+    assert all(path.read_bytes() == bytes(1000) for path in others)
+
+
 def test_a_used_page_outlives_unused_ones(tmp_path: Path) -> None:
     with FileStorage(tmp_path, 32 * (PAGE + SIZE), chunk=1, workers=1) as storage:
         traffic = kit.Traffic.of("k", 64, PAGE)
@@ -306,7 +322,7 @@ def test_a_writer_killed_in_a_put_leaves_nothing_that_is_read(tmp_path: Path) ->
 def test_what_a_killed_writer_left_is_counted_then_swept(tmp_path: Path) -> None:
     with FileStorage(tmp_path, 1 << 20):
         pass
-    left = tmp_path / "tmp" / "0123"
+    left = tmp_path / "tmp" / ("0123" * 8)
     left.write_bytes(bytes(1000))
     with FileStorage(tmp_path, 1 << 20):
         assert left.exists(), "its writer may be alive"

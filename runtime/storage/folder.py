@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import threading
 import time
 import uuid
@@ -117,13 +118,15 @@ class Folder:
         os.pwrite(self._usage, total.to_bytes(8, "little"), 0)
 
     def _files(self) -> Iterator[Found]:
-        for folder in self.root.iterdir():
-            if not folder.is_dir():
-                continue
+        """Files of this folder; whatever else lies here is not looked at."""
+        for folder in (self._tmp, *self.root.glob("[0-9a-f][0-9a-f]")):
+            name = re.compile("[0-9a-f]{32}" if folder == self._tmp else f"{folder.name}[0-9a-f]{{62}}")
             with os.scandir(folder) as entries:
                 for entry in entries:
+                    if not name.fullmatch(entry.name):
+                        continue
                     with contextlib.suppress(FileNotFoundError):
-                        stat = entry.stat()
+                        stat = entry.stat(follow_symlinks=False)
                         yield Found(stat.st_mtime, stat.st_size, entry.path, folder == self._tmp)
 
     @contextlib.contextmanager
