@@ -26,6 +26,7 @@ from poolwright.runtime.storage import (
     token_hashes,
     usable_prefix,
 )
+from poolwright.runtime.storage.base import KEYS
 from poolwright.runtime.storage.breaker import Breaker
 from poolwright.runtime.storage.envelope import BLOCK, IOV_MAX, SIZE, blocks, checksum, envelope
 
@@ -202,7 +203,11 @@ def test_batches_come_in_chunks_and_statuses_in_order() -> None:
     storage, memory = Recording(), kit.Memory(8, 16)
     keys = list("abcdefgh")
     assert calls(storage, keys, memory) == [[HIT] * 8] * 4
-    assert storage.chunks == [list("abc"), list("def"), list("gh")] * 4
+    assert storage.chunks == [list("abc"), list("def"), list("gh")] * 2 + [keys] * 2
+    storage.chunks.clear()
+    many = [str(at) for at in range(2 * KEYS + 1)]
+    assert storage.exists(many) == [HIT] * len(many)
+    assert [len(chunk) for chunk in storage.chunks] == [KEYS, KEYS, 1]
 
 
 def test_a_chunk_that_raises_costs_only_its_own_keys() -> None:

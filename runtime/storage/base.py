@@ -21,6 +21,8 @@ from poolwright.runtime.errors import PoolError, WrongProcess
 _log = logging.getLogger("poolwright")
 _T = TypeVar("_T", "Item", str)
 
+KEYS = 512  # of one call that moves no pages
+
 
 class Status(enum.Enum):
     """What became of one key.
@@ -58,8 +60,8 @@ class Storage(ABC):
     file system). Methods may be called from any thread of the process that opened the storage. They raise
     ValueError for wrong arguments with nothing done, PoolError after `close` and WrongProcess after a fork.
 
-    A backend defines the four methods for a chunk: up to `chunk` different keys, one call a worker thread
-    at a time.
+    A backend defines the four methods for a chunk of different keys: up to `chunk` of `put` and `get`, up to
+    KEYS of the others, one call a worker thread at a time.
     """
 
     bound_s: float = 0.0
@@ -76,7 +78,7 @@ class Storage(ABC):
     def put(self, items: Sequence[Item]) -> list[Status]:
         """Store each item. HIT: an object of this key and size is there now. Of equal keys one is written."""
         first = _first_of_each(items)
-        done = self._spread(self._put, list(first.values()))
+        done = self._spread(self._put, list(first.values()), self.chunk)
         return [done[item.key] for item in items]
 
     def get(self, items: Sequence[Item]) -> list[Status]:
@@ -88,7 +90,7 @@ class Storage(ABC):
         starts = [item.parts[0][0] for item in items if item.parts]
         if len(set(starts)) != len(starts):
             raise ValueError(f"{self.name}: get: two items have the same destination; give each its own page")
-        done = self._spread(self._get, list(first.values()))
+        done = self._spread(self._get, list(first.values()), self.chunk)
         for item in items:
             source = first[item.key]
             if item is not source and done[item.key] is Status.HIT:
@@ -97,12 +99,12 @@ class Storage(ABC):
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
         """HIT or MISS for each key: a guess, for a server may have died since it answered."""
-        done = self._spread(self._exists, list(dict.fromkeys(keys)))
+        done = self._spread(self._exists, list(dict.fromkeys(keys)), KEYS)
         return [done[key] for key in keys]
 
     def remove(self, keys: Sequence[str]) -> list[Status]:
         """Forget each key. HIT: it was there."""
-        done = self._spread(self._remove, list(dict.fromkeys(keys)))
+        done = self._spread(self._remove, list(dict.fromkeys(keys)), KEYS)
         return [done[key] for key in keys]
 
     def close(self) -> None:
@@ -138,11 +140,13 @@ class Storage(ABC):
 
     # ---- pieces
 
-    def _spread(self, run: Callable[[Sequence[_T]], list[Status]], given: Sequence[_T]) -> dict[str, Status]:
-        """`run` on chunks of `given`, on the worker threads; statuses by key, after all of them ended."""
+    def _spread(
+        self, run: Callable[[Sequence[_T]], list[Status]], given: Sequence[_T], size: int
+    ) -> dict[str, Status]:
+        """`run` on chunks of `size` of `given`, on the worker threads; statuses by key, after all of them ended."""
         if os.getpid() != self._owner:
             raise WrongProcess(f"storage {self.name}", self._owner, os.getpid())
-        chunks = [given[at : at + self.chunk] for at in range(0, len(given), self.chunk)]
+        chunks = [given[at : at + size] for at in range(0, len(given), size)]
         futures: list[Future[list[Status]]] = []
         try:
             for chunk in chunks:
