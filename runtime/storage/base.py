@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from poolwright.runtime.errors import PoolError, WrongProcess
 
@@ -115,7 +115,7 @@ class Storage(ABC):
         self._workers.shutdown(wait=True)
         self._close()
 
-    def __enter__(self) -> Storage:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +143,7 @@ class Storage(ABC):
     def _spread(
         self, run: Callable[[Sequence[_T]], list[Status]], given: Sequence[_T], size: int
     ) -> dict[str, Status]:
-        """`run` on chunks of `size` of `given`, on the worker threads; statuses by key, after all of them ended."""
+        """`run` on chunks of `given`, on the worker threads; statuses by key, after all of them ended."""
         if os.getpid() != self._owner:
             raise WrongProcess(f"storage {self.name}", self._owner, os.getpid())
         chunks = [given[at : at + size] for at in range(0, len(given), size)]
