@@ -31,7 +31,6 @@ class Row:
     name: str
     command: list[str]
     needs: str | None = None
-    path: str | None = None
 
 
 def rows(pools: list[str], sanitize: bool) -> list[Row]:
@@ -43,7 +42,8 @@ def rows(pools: list[str], sanitize: bool) -> list[Row]:
         found.append(Row(f"verify {pool}, every path forced", command))
     demo = [python, "-m", "poolwright.runtime.integrations.demo", "--device", "cuda"]
     for path in ("zero_copy", "staged", "torch"):
-        found.append(Row(f"models, {path}", demo, "transformers", path))
+        found.append(Row(f"models, {path}", [*demo, "--path", path], "transformers"))
+    found.append(Row("models, paths chosen", demo, "transformers"))
     for tool in ("memcheck", "initcheck") if sanitize else ():
         checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
         small = [python, *CONTRACTS, "-k", SMALL]
@@ -62,8 +62,6 @@ def run(row: Row) -> tuple[str, float]:
     if missing(row.needs):
         return f"not run: no {row.needs}", 0.0
     settings = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    if row.path is not None:
-        settings["POOLWRIGHT_PATH"] = row.path
     begin = time.perf_counter()
     done = subprocess.run(row.command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
     took = time.perf_counter() - begin
