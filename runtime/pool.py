@@ -144,7 +144,7 @@ class HostPool(Pages):
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
             raise OutOfMemoryBudget(f"{self.spec.name}: host memory", nbytes, available, advice)
-        buffer = HostBuffer(
+        self._buffer = HostBuffer(
             nbytes,
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
             numa_node=shared.code.numa_node(),
@@ -154,16 +154,17 @@ class HostPool(Pages):
         )
         try:
             self._init_write_back_staging_buffers()
-            self._number = self._join(buffer)
+            self._number = self._join()
             self._numbers: tuple[int, ...] = (self._number,)  # with those of the pools that take its ids
         except BaseException:
-            buffer.destroy()
+            self._buffer.destroy()
             raise
-        self.kv_buffer = buffer.tensor
+        self.kv_buffer = self._buffer.tensor
         self._slots = Slots(self.page_num, page_size, self.name)
 
-    def _join(self, buffer: HostBuffer) -> int:
+    def _join(self) -> int:
         """Become a member of what moves together; its number there."""
+        buffer = self._buffer
         address = buffer.device_address(0) if buffer.nbytes else 0
         guards = dict(buffer.guards)
         if self.staging is not None:
