@@ -100,11 +100,29 @@ RECORDS = """
       per_layer: {tensors: [record, layer], order: [page, inner]}
     layouts: [page_record, page_first]
 """
+LISTS = """
+    pool: two_lists
+    class: TwoListsPoolHost
+    summary: Components with layer lists of their own, and one without layers.
+    index: token
+    updates: append
+    params: {heads: {min: 1}, dim: {min: 1}}
+    dtypes: {kv: [bfloat16, uint8]}
+    components:
+      k:    {element: {head: heads, dim: dim}, dtype: kv, layers: attention}
+      idx:  {element: {dim: dim + 2}, dtype: uint8, layers: indexed, per: page}
+      side: {element: {dim: 3}, dtype: int16, layers: none, per: page}
+    device:
+      per_layer: {tensors: [component, layer], order: [page, token, element]}
+      stacked: {tensors: [component], order: [layer, page, token, element]}
+    layouts: [page_first, page_record, layer_first]
+"""
 LAYOUTS = """
     mixed: [component, element, page, layer, token]
     unusual: [component, dim, page, layer, head, token]
 """
 SPECS = {"odd_state": ODD, "page_scales": SCALES, "head_major": HEADS, "unequal": UNEQUAL, "rows": RECORDS}
+SPECS["two_lists"] = LISTS
 
 
 @pytest.fixture(scope="module")

@@ -117,11 +117,12 @@ def _search(
     with a dim of one item are taken only when there are no others soon.
     """
     spec, layers = pool_class.spec, LAYERS if name == "odd" else LAYERS[:2]
-    listed = {ids: layers for ids in spec.layer_lists}
+    # Lists differ in length and ids, and overlap.
+    listed = {ids: tuple(layer + at for layer in layers[at % 2 :]) for at, ids in enumerate(spec.layer_lists)}
     refusal, spare, good, tries = "none was tried", None, None, 0
     for params, page_size in itertools.islice(_candidates(pool_class, name, pages, fixed or {}), MOST_TRIES):
         itemsizes = {group: dtype.itemsize for group, dtype in dtypes.items()}
-        counts = {ids: len(layers) for ids in listed}
+        counts = {ids: len(found) for ids, found in listed.items()}
         tries += good is not None
         if tries > MORE_TRIES:
             break
