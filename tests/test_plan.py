@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from conftest import ROOT
+from conftest import ROOT, Run
 
 from poolwright.codegen import cli
 from poolwright.codegen.commands.common import InputError
@@ -381,6 +382,18 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path: Path, capsys: Capture) ->
     assert refusal(capsys, "--config", str(tmp_path)).startswith(f"{tmp_path}: Is a directory")
 
 
+def test_a_plan_does_not_load_torch(codegen: Run, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported')")
+    done = codegen(
+        "plan",
+        "--config",
+        str(CONFIGS / "qwen3_next.json"),
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT / '.src'}"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_plan_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_json(capsys, "--config", str(CONFIGS / "llama.json"))["token_bytes"] == 131_072
@@ -423,3 +436,11 @@ pool = MHATokenToKVPoolHost(
 )
 """
     )
+
+
+def test_the_document_names_every_model_type_and_option(capsys: Capture) -> None:
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
+    assert cli.main(["plan", "--help"]) == 0
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert [option for option in sorted(options) if option not in text] == []

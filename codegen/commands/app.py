@@ -70,13 +70,17 @@ def plan(
     config: Annotated[Path, typer.Option("--config", metavar="FILE", help="A model's config.json.")],
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
     page_size: Annotated[
-        int | None, typer.Option("--page-size", min=1, metavar="P", help="Tokens of a page.")
+        int | None,
+        typer.Option(
+            "--page-size", min=1, metavar="P", help="Tokens of a page; else 64, or what the model needs."
+        ),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, metavar="T", help="Say what memory so many tokens need.")
     ] = None,
     states: Annotated[
-        int | None, typer.Option("--states", min=1, metavar="S", help="Places where a prefix can be resumed.")
+        int | None,
+        typer.Option("--states", min=1, metavar="S", help="Places to resume at: state slots, windows."),
     ] = None,
     host_gb: Annotated[
         float | None,
