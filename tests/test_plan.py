@@ -291,6 +291,13 @@ def test_an_unknown_model_type_is_answered_with_what_was_not_understood(
     ]
 
 
+def test_the_language_model_inside_an_unknown_one_is_named(tmp_path: Path, capsys: Capture) -> None:
+    fields = {"model_type": "llama_with_eyes", "text_config": published("llama")}
+    lines = refusal(capsys, "--config", str(written(fields, tmp_path))).splitlines()
+    assert lines[-1].startswith("  its text_config is of model type 'llama', which plan can read: ")
+    assert lines[-2] == "  nearest by name and fields: llama, qwen3"
+
+
 FALLBACKS = ("head_dim", "num_key_value_heads", "sliding_window", "mamba_d_ssm")
 """Fields that the models' classes derive from others, or take as `no`, when they are not there."""
 

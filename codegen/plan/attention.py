@@ -26,6 +26,11 @@ def model_dtype(config: Config) -> str:
     return text
 
 
+def kv_dtype(config: Config, given: str | None) -> str:
+    """What keys and values are stored in: the dtype that is given, else the model's."""
+    return model_dtype(config) if given is None else given
+
+
 def heads_of(config: Config) -> tuple[Heads, Heads]:
     """Query heads, and heads that are cached: as many where a config does not tell them apart."""
     query = config.size("num_attention_heads")
@@ -129,7 +134,8 @@ def full_every(config: Config, layers: int) -> tuple[str, ...]:
 def attention(otherwise: Kinds | None) -> Builder:
     """A builder for models of full and sliding-window layers; `otherwise` as in `kinds_of`."""
 
-    def build(config: Config, cache: str, dtype: str) -> Model:
+    def build(config: Config, cache: str, kv: str | None) -> Model:
+        dtype = kv_dtype(config, kv)
         kinds = kinds_of(config, (FULL, SLIDING), otherwise)
         full, sliding = ids(kinds, FULL), ids(kinds, SLIDING)
         divided = (heads_of(config)[0],)
@@ -150,7 +156,7 @@ def attention(otherwise: Kinds | None) -> Builder:
     return build
 
 
-def latent_attention(config: Config, cache: str, dtype: str) -> Model:
+def latent_attention(config: Config, cache: str, kv: str | None) -> Model:
     """DeepSeek-V3: latent rows; `transformers` caches the same, as two tensors."""
     layers = tuple(range(config.layers()))
-    return Model((latent(config, "kv", layers, dtype),), divided=(heads_of(config)[0],))
+    return Model((latent(config, "kv", layers, kv_dtype(config, kv)),), divided=(heads_of(config)[0],))

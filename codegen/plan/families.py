@@ -77,7 +77,7 @@ def read_model(config: Config, cache: str, kv_dtype: str | None) -> Model:
         outer = {name: config.get(name) for name in ("dtype", "torch_dtype")}
         typed = replace(inside, defaults=outer)
     typed = replace(typed, defaults={**family.defaults, **typed.defaults})
-    return family.build(typed, cache, kv_dtype or attention.model_dtype(typed))
+    return family.build(typed, cache, kv_dtype)
 
 
 # ---- what is not known ------------------------------------------------------------------------
@@ -99,8 +99,9 @@ _ALSO = ("num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size", 
 
 def _unknown(config: Config, model_type: str) -> str:
     fields = (*_ALSO, *_MARKS)
-    there = [name for name in fields if config.has(name)]
-    near = [name for mark, names in _MARKS.items() if config.has(mark) for name in names]
+    inside = config.table("text_config") or Config(config.source, {})
+    there = [name for name in fields if config.has(name) or inside.has(name)]
+    near = [name for mark, names in _MARKS.items() if mark in there for name in names]
     like = ", ".join(dict.fromkeys([*get_close_matches(model_type, FAMILIES, n=2), *near])) or "none"
     lines = [
         f"{config.source}: model_type: {shorten(model_type)} is none that plan can read",
@@ -111,4 +112,9 @@ def _unknown(config: Config, model_type: str) -> str:
         "  how its layers combine is not in these fields, so nothing is planned: read in the model's code "
         "what it caches, then take a pool that fits, or write a spec: codegen new NAME --like POOL",
     ]
+    if inside.text("model_type") in FAMILIES:
+        lines[-1] = (
+            f"  its text_config is of model type {inside.text('model_type')!r}, which plan can read: if the "
+            f"model caches nothing else, write that table to a file of its own and plan with it"
+        )
     return "\n".join(lines)

@@ -6,6 +6,8 @@ Engines keep the last `kernel - 1` columns of a convolution's input, which is wh
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from poolwright.codegen.plan.attention import (
     FULL,
     LINEAR,
@@ -13,13 +15,13 @@ from poolwright.codegen.plan.attention import (
     ids,
     keys_and_values,
     kinds_of,
+    kv_dtype,
     latent,
     model_dtype,
 )
-from poolwright.codegen.plan.config import Config
+from poolwright.codegen.plan.config import Config, PlanError
 from poolwright.codegen.plan.model import SLOT, Heads, Member, Model, Size, Split, split
 
-HYBRID = "hybrid"
 STATE = "recurrent state and convolution window"
 SSM_DTYPES = ("float32", "bfloat16")
 
@@ -38,7 +40,7 @@ def _state(
 # ---- gated delta net (Qwen3-Next) -------------------------------------------------------------
 
 
-def gated_delta_net(config: Config, cache: str, dtype: str) -> Model:
+def gated_delta_net(config: Config, cache: str, kv: str | None) -> Model:
     """Qwen3-Next: gated delta nets, and full attention every full_attention_interval layers."""
     kinds = kinds_of(config, (FULL, LINEAR), _full_every_interval)
     keys, values = (
@@ -58,7 +60,7 @@ def gated_delta_net(config: Config, cache: str, dtype: str) -> Model:
     }
     ssm = "float32" if cache == "transformers" else _ssm_dtype(config)
     state = _state(config, "gated_delta_net", ids(kinds, LINEAR), params, ssm)
-    return _hybrid(config, "qwen3_next", state, ids(kinds, FULL), dtype)
+    return _hybrid(config, "qwen3_next", state, ids(kinds, FULL), kv)
 
 
 def _full_every_interval(config: Config, layers: int) -> tuple[str, ...]:
@@ -73,18 +75,24 @@ def _ssm_dtype(config: Config) -> str:
     return text
 
 
-def _hybrid(config: Config, group: str, state: Member, full: tuple[int, ...], dtype: str) -> Model:
+def _hybrid(config: Config, group: str, state: Member, full: tuple[int, ...], kv: str | None) -> Model:
     if not full:
-        return Model((state,))
-    kv = keys_and_values(config, "kv", full, dtype)
+        return _states_alone(state, kv)
+    rows = keys_and_values(config, "kv", full, kv_dtype(config, kv))
     divided = (heads_of(config)[0],)
-    return Model((kv, state), group, divided) if state.layers else Model((kv,), divided=divided)
+    return Model((rows, state), group, divided) if state.layers else Model((rows,), divided=divided)
+
+
+def _states_alone(state: Member, kv: str | None) -> Model:
+    if kv is not None:
+        raise PlanError("--kv-dtype: this model caches no keys or values; leave the option out")
+    return Model((state,))
 
 
 # ---- Kimi delta attention ---------------------------------------------------------------------
 
 
-def kimi_linear(config: Config, cache: str, dtype: str) -> Model:
+def kimi_linear(config: Config, cache: str, kv: str | None) -> Model:
     """Kimi-Linear: delta attention, and latent attention in the layers that are full."""
     inner = config.table("linear_attn_config")
     if inner is None and not config.has("layer_types"):
@@ -101,11 +109,11 @@ def kimi_linear(config: Config, cache: str, dtype: str) -> Model:
         "ngram": 0,
     }
     state = _state(config, "kda_state", ids(kinds, LINEAR), params)
-    full = ids(kinds, FULL)
-    kv = latent(config, "kv", full, dtype)
-    members = tuple(member for member in (kv, state) if member.layers)
-    group = "kimi_linear" if len(members) == 2 else None
-    return Model(members, group, (heads_of(config)[0],))
+    full, divided = ids(kinds, FULL), (heads_of(config)[0],)
+    if not full:
+        return replace(_states_alone(state, kv), divided=divided)
+    rows = latent(config, "kv", full, kv_dtype(config, kv))
+    return Model((rows, state), "kimi_linear", divided) if state.layers else Model((rows,), None, divided)
 
 
 def _listed_kinds(config: Config, layers: int) -> tuple[str, ...]:
@@ -131,7 +139,7 @@ def _listed_kinds(config: Config, layers: int) -> tuple[str, ...]:
 # ---- Mamba-2 ----------------------------------------------------------------------------------
 
 
-def bamba(config: Config, cache: str, dtype: str) -> Model:
+def bamba(config: Config, cache: str, kv: str | None) -> Model:
     """Bamba: Mamba-2 layers, and attention in attn_layer_indices."""
     layers = config.layers()
     full = config.numbers("attn_layer_indices")
@@ -142,20 +150,20 @@ def bamba(config: Config, cache: str, dtype: str) -> Model:
     linear = tuple(layer for layer in range(layers) if layer not in full)
     width = config.size("mamba_expand") * config.size("hidden_size")
     state = _mamba_layers(config, cache, linear, width)
-    return _hybrid(config, "bamba", state, tuple(sorted(set(full))), dtype)
+    return _hybrid(config, "bamba", state, tuple(sorted(set(full))), kv)
 
 
-def falcon_h1(config: Config, cache: str, dtype: str) -> Model:
+def falcon_h1(config: Config, cache: str, kv: str | None) -> Model:
     """Falcon-H1: every layer has both an attention and a Mamba-2 mixer."""
     layers = tuple(range(config.layers()))
     if config.has("mamba_d_ssm"):
         width = config.size("mamba_d_ssm")
     else:
         width = config.size("mamba_expand") * config.size("hidden_size")
-    return _hybrid(config, "falcon_h1", _mamba_layers(config, cache, layers, width), layers, dtype)
+    return _hybrid(config, "falcon_h1", _mamba_layers(config, cache, layers, width), layers, kv)
 
 
-def mamba2(config: Config, cache: str, dtype: str) -> Model:
+def mamba2(config: Config, cache: str, kv: str | None) -> Model:
     """Mamba-2: states in every layer and nothing else."""
     layers = tuple(range(config.layers()))
     heads, groups = _groups(config, "num_heads", "n_groups")
@@ -165,7 +173,7 @@ def mamba2(config: Config, cache: str, dtype: str) -> Model:
             "num_heads", f"num_heads {heads.count} times head_dim {width} is not expand times hidden_size"
         )
     params = _mamba(heads, width, groups, config.size("state_size"), _kernel(config, "conv_kernel", cache))
-    return Model((_state(config, "mamba", layers, params),))
+    return _states_alone(_state(config, "mamba", layers, params), kv)
 
 
 def _mamba_layers(config: Config, cache: str, layers: tuple[int, ...], inner: int) -> Member:

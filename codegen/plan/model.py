@@ -43,9 +43,9 @@ class Split:
         return sum(heads.of(ranks) * width for heads, width in self.blocks)
 
 
-def split(heads: Heads, width: int = 1) -> Split:
-    """So many heads of a width."""
-    return Split(((heads, width),))
+def split(heads: Heads) -> Split:
+    """A number of heads itself, divided."""
+    return Split(((heads, 1),))
 
 
 Size = int | Split | tuple[int | Split, ...]
@@ -101,10 +101,7 @@ SLOT = Rows("slot")
 
 @dataclass(frozen=True)
 class Member:
-    """One pool of a model: sizes (`params`) are the whole model's, dtypes go by the spec's dtype groups.
-
-    `shares`: the member whose indices this one takes, so that it has as many pages.
-    """
+    """One pool of a model: sizes (`params`) are the whole model's, dtypes go by the spec's dtype groups."""
 
     name: str
     pool: str
@@ -114,7 +111,6 @@ class Member:
     dtypes: Mapping[str, str]
     rows: Rows = TOKEN
     variants: Mapping[str, str] = field(default_factory=dict)
-    shares: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,5 +127,5 @@ class Model:
     notes: tuple[str, ...] = ()
 
 
-Builder = Callable[[Config, str, str], Model]
-"""How a config is read: (config, ``engine`` or ``transformers``, dtype of keys and values)."""
+Builder = Callable[[Config, str, str | None], Model]
+"""How a config is read: (config, ``engine`` or ``transformers``, dtype of keys and values or None)."""

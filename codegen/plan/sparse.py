@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poolwright.codegen.plan.attention import heads_of, ids, latent, latent_params
-from poolwright.codegen.plan.config import Config
+from poolwright.codegen.plan.attention import heads_of, ids, kv_dtype, latent, latent_params, model_dtype
+from poolwright.codegen.plan.config import Config, PlanError
 from poolwright.codegen.plan.model import TOKEN, Heads, Member, Model, Rows, Size, split
 
 WINDOW, SPARSE, HEAVY = (
@@ -17,7 +17,7 @@ RATIOS = {0: WINDOW, 1: WINDOW, 4: SPARSE, 128: HEAVY}
 SHARED = split(Heads(1, "the one head of shared keys", copies=True))
 
 
-def deepseek_v32(config: Config, cache: str, dtype: str) -> Model:
+def deepseek_v32(config: Config, cache: str, kv: str | None) -> Model:
     """DeepSeek-V3.2: latent attention with an indexer in every layer.
 
     Engines keep latent rows, and the indexer's keys as bytes with scales. `transformers` keeps expanded
@@ -33,18 +33,19 @@ def deepseek_v32(config: Config, cache: str, dtype: str) -> Model:
             "head_dim": nope + rope,
             "v_head_dim": config.size("v_head_dim"),
         }
-        kv = Member("kv", "mha", "expanded keys and values", layers, params, {"kv": dtype})
+        dtype = model_dtype(config)
+        expanded = Member("kv", "mha", "expanded keys and values", layers, params, {"kv": dtype})
         keys = _keys("indexer", "indexer keys", layers, width, dtype)
-        return Model((kv, keys), divided=(query,))
-    if dtype == "float8_e4m3fn":
+        return Model((expanded, keys), divided=(query,))
+    indexer = _indexer("indexer", layers, width)
+    if kv == "float8_e4m3fn":
         # Sparse attention reads quantised latents as rows with their scales and a rotary part of 16 bits.
-        kv = Member("kv", "mla_fp8", "quantised latents", layers, latent_params(config), {})
-    else:
-        kv = latent(config, "kv", layers, dtype)
-    return Model((kv, _indexer("indexer", layers, width)), "dsv32", (query,))
+        packed = Member("kv", "mla_fp8", "quantised latents", layers, latent_params(config), {})
+        return Model((packed, indexer), "dsv32_fp8", (query,))
+    return Model((latent(config, "kv", layers, kv_dtype(config, kv)), indexer), "dsv32", (query,))
 
 
-def deepseek_v4(config: Config, cache: str, dtype: str) -> Model:
+def deepseek_v4(config: Config, cache: str, kv: str | None) -> Model:
     """DeepSeek-V4: a window in every layer, compressed entries and open compressor windows in most.
 
     Engines keep page rows of bytes with scales, and the compressors' states in float32 rings, one ring a
@@ -55,8 +56,12 @@ def deepseek_v4(config: Config, cache: str, dtype: str) -> Model:
     if cached.count != 1:
         raise config.wrong("num_key_value_heads", f"expected 1, got {cached.count}")
     window = config.size("sliding_window", least=2)
+    if kv is not None:
+        raise PlanError(
+            "--kv-dtype: page rows of DeepSeek-V4 have a format of their own; leave the option out"
+        )
     build = _v4_plain if cache == "transformers" else _v4_rows
-    return replace(build(config, kinds, window, dtype), divided=(query,), page_size=256)
+    return replace(build(config, kinds, window), divided=(query,), page_size=256)
 
 
 def _v4_kinds(config: Config) -> tuple[str, ...]:
@@ -89,7 +94,7 @@ def _v4_rates(config: Config) -> tuple[int, int]:
     return rates.size(SPARSE), rates.size(HEAVY)
 
 
-def _v4_rows(config: Config, kinds: tuple[str, ...], window: int, dtype: str) -> Model:
+def _v4_rows(config: Config, kinds: tuple[str, ...], window: int) -> Model:
     width, rope, rates = config.size("head_dim"), config.size("qk_rope_head_dim"), _v4_rates(config)
     if (width, rope, rates) != (512, 64, (4, 128)):
         raise config.wrong(
@@ -103,10 +108,10 @@ def _v4_rows(config: Config, kinds: tuple[str, ...], window: int, dtype: str) ->
     members = (
         Member("kv", "logical", "nothing: the indices of the compressed pools", (), {}, {}),
         Member("window", "logical", "nothing: the indices of the window's pools", (), {}, {}, rows),
-        _v4_paged("swa", f"a window of {window:,} tokens", every, 1, rows, "window"),
-        _v4_paged("c4", "one entry for 4 tokens", sparse, 4, TOKEN, "kv"),
+        _v4_paged("swa", f"a window of {window:,} tokens", every, 1, rows),
+        _v4_paged("c4", "one entry for 4 tokens", sparse, 4, TOKEN),
         _indexer("c4_indexer", sparse, index, 4),
-        _v4_paged("c128", "one entry for 128 tokens", heavy, 128, TOKEN, "kv"),
+        _v4_paged("c128", "one entry for 128 tokens", heavy, 128, TOKEN),
         _v4_state("c4_state", sparse, width, 8, 1, rows),
         _v4_state("c4_indexer_state", sparse, index, 8, 1, rows),
         _v4_state("c128_state", heavy, width, 128, 0, rows),
@@ -114,19 +119,18 @@ def _v4_rows(config: Config, kinds: tuple[str, ...], window: int, dtype: str) ->
     return Model(members, "dsv4")
 
 
-def _v4_paged(name: str, holds: str, layers: tuple[int, ...], ratio: int, rows: Rows, shares: str) -> Member:
-    return Member(name, "dsv4_paged", holds, layers, {"ratio": ratio}, {}, rows, {"format": "v4"}, shares)
+def _v4_paged(name: str, holds: str, layers: tuple[int, ...], ratio: int, rows: Rows) -> Member:
+    return Member(name, "dsv4_paged", holds, layers, {"ratio": ratio}, {}, rows, {"format": "v4"})
 
 
 def _v4_state(name: str, layers: tuple[int, ...], width: int, ring: int, overlap: int, rows: Rows) -> Member:
     params: dict[str, Size] = {"head_dim": width, "overlap": overlap, "ring": ring}
-    holds = "compressor states"
-    return Member(name, "dsv4_state", holds, layers, params, {"state": "float32"}, rows, shares="window")
+    return Member(name, "dsv4_state", "compressor states", layers, params, {"state": "float32"}, rows)
 
 
-def _v4_plain(config: Config, kinds: tuple[str, ...], window: int, dtype: str) -> Model:
+def _v4_plain(config: Config, kinds: tuple[str, ...], window: int) -> Model:
     """The cache object's own tensors; layers that compress have keys and values of the window in one."""
-    width, index = config.size("head_dim"), config.size("index_head_dim")
+    width, index, dtype = config.size("head_dim"), config.size("index_head_dim"), model_dtype(config)
     rates = _v4_rates(config)
     sparse, heavy = (ids(kinds, SPARSE), rates[0]), (ids(kinds, HEAVY), rates[1])
     last = Rows("last", rates[0])
@@ -169,4 +173,4 @@ def _pairs(name: str, holds: str, layers: tuple[int, ...], width: int, dtype: st
 
 def _indexer(name: str, layers: tuple[int, ...], width: int, ratio: int = 1) -> Member:
     params: dict[str, Size] = {"index_head_dim": width, "ratio": ratio}
-    return Member(name, "dsa_indexer", "indexer keys and scales", layers, params, {}, shares="kv")
+    return Member(name, "dsa_indexer", "indexer keys and scales", layers, params, {})
