@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .groups.bamba import BambaHostPoolGroup
     from .groups.dsv4 import Dsv4HostPoolGroup
     from .groups.dsv32 import Dsv32HostPoolGroup
+    from .groups.dsv32_fp8 import Dsv32Fp8HostPoolGroup
     from .groups.kimi_linear import KimiLinearHostPoolGroup
     from .groups.qwen3_next import Qwen3NextHostPoolGroup
     from .groups.swa_full import SwaFullHostPoolGroup
@@ -53,6 +54,7 @@ GROUPS: dict[str, str] = {
     "bamba": "BambaHostPoolGroup",
     "dsv4": "Dsv4HostPoolGroup",
     "dsv32": "Dsv32HostPoolGroup",
+    "dsv32_fp8": "Dsv32Fp8HostPoolGroup",
     "kimi_linear": "KimiLinearHostPoolGroup",
     "qwen3_next": "Qwen3NextHostPoolGroup",
     "swa_full": "SwaFullHostPoolGroup",
@@ -67,6 +69,7 @@ __all__ = [
     "DeepSeekV4PagedHostPool",
     "DeepSeekV4StateHostPool",
     "Dsv4HostPoolGroup",
+    "Dsv32Fp8HostPoolGroup",
     "Dsv32HostPoolGroup",
     "GatedDeltaNetPoolHost",
     "KdaStatePoolHost",

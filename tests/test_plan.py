@@ -13,13 +13,15 @@ import tiny_models
 import torch
 from conftest import ROOT, Run
 
-from poolwright.codegen import cli
+from poolwright.codegen import cli, expr
 from poolwright.codegen.commands.common import InputError
 from poolwright.codegen.plan.config import PlanError, read_config
 from poolwright.codegen.plan.families import FAMILIES, read_model
 from poolwright.codegen.plan.plan import Asked, Plan, make_plan
 from poolwright.codegen.plan.rank import divided_params
 from poolwright.codegen.resolve import Specs, read_specs
+from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.pool import HostPool
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 REFUSALS = json.loads((ROOT / "tests" / "fixtures" / "plan_refusals.json").read_text())
@@ -128,7 +130,7 @@ def ssm(layers: int, state: int, channels: int, taps: int = 3) -> int:
 
 V4_INDEX = 128 + 4
 V4_ROW_256 = -(-256 * 584 // 576) * 576
-V4_RINGS = 21 * 8 * 4 * (512 + 128) + 20 * 128 * 2 * 512
+V4_RINGS = 21 * 8 * 4 * (512 + 128)
 
 EXPECTED: dict[str, tuple[float | None, int | None]] = {
     "bamba": (kv(8, 128, 3), ssm(29, 128 * 64 * 128, 128 * 64 + 2 * 128)),
@@ -161,29 +163,6 @@ def test_published_configs_take_what_their_models_describe(
     token, state = EXPECTED[name]
     assert (data["token_bytes"], data["tokens"] is None) == (token or 0, token is None)
     assert (data["state_bytes"], data["states"] is None) == (state or 0, state is None)
-
-
-@pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_the_classes_agree_with_the_plan(name: str, specs: Specs, tmp_path: Path) -> None:
-    """Bytes of a page and of all pages, and staging, as the generated classes compute them."""
-    from poolwright.generated import pool_class
-
-    plan = plan_of(written(published(name), tmp_path), specs, ranks=2, host_bytes=10**10)
-    for one in plan.members:
-        if not one.pool.components:
-            continue
-        arguments: dict[str, Any] = dict(one.params)
-        arguments |= {
-            ("dtype" if len(one.dtypes) == 1 else f"{group}_dtype"): getattr(torch, dtype)
-            for group, dtype in one.dtypes.items()
-        }
-        arguments |= dict(one.member.variants)
-        if one.pool.index.unit == "token":
-            arguments["page_size"] = one.page_size
-        required = pool_class(one.pool.name).required_bytes(
-            **arguments, layers=one.member.layers, layout="page_first", capacity_pages=one.pages
-        )
-        assert (required.page, required.host) == (one.size.page_bytes, one.host_bytes)
 
 
 def test_quantised_latents_of_sparse_attention_are_rows_of_656_bytes(tmp_path: Path, capsys: Capture) -> None:
@@ -298,8 +277,8 @@ def test_the_language_model_inside_an_unknown_one_is_named(tmp_path: Path, capsy
     assert lines[-2] == "  nearest by name and fields: llama, qwen3"
 
 
-FALLBACKS = ("head_dim", "num_key_value_heads", "sliding_window", "mamba_d_ssm")
-"""Fields that the models' classes derive from others, or take as `no`, when they are not there."""
+FALLBACKS = ("head_dim", "mamba_d_ssm", "num_key_value_heads", "num_nextn_predict_layers", "sliding_window")
+"""Fields that are derived from others, or mean `none`, when they are not there."""
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
@@ -320,7 +299,7 @@ def test_a_missing_field_is_named(name: str, tmp_path: Path, capsys: Capture) ->
             assert field in err or field in FALLBACKS
 
 
-WRONG = ("x", -1, 0, 1.5, True, [], [7], {}, {"a": 1}, 10**30, None)
+WRONG = ("x", -1, 0, True, [7], {"a": 1}, 10**30)
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
@@ -409,7 +388,7 @@ def test_a_plan_needs_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- what is printed --------------------------------------------------------------------------
 
 
-def test_the_table_is_plain_text_when_piped(tmp_path: Path, capsys: Capture) -> None:
+def test_the_table_is_plain_text(tmp_path: Path, capsys: Capture) -> None:
     path = str(CONFIGS / "llama.json")
     assert cli.main(["plan", "--config", path, "--tp", "16", "--tokens", "1000"]) == 0
     out = capsys.readouterr().out
@@ -445,9 +424,89 @@ pool = MHATokenToKVPoolHost(
     )
 
 
+def test_notes_say_what_was_assumed(capsys: Capture) -> None:
+    assumed = "8 GB of host memory a rank; --host-gb or --tokens sets it"
+    window = "every layer has a window of 4,096 tokens: only so many behind a prefix are needed"
+    drafts = "draft layers are not planned (num_nextn_predict_layers is 1)"
+    for name, words, notes in (
+        ("llama", [], [assumed]),
+        ("llama", ["--tokens", "1"], []),
+        ("mamba2", ["--states", "1"], []),
+        ("mistral", ["--host-gb", "1"], [window]),
+        ("deepseek_v3", ["--host-gb", "1"], [drafts]),
+        ("deepseek_v4", [], [drafts, assumed]),
+    ):
+        assert run_json(capsys, "--config", str(CONFIGS / f"{name}.json"), *words)["notes"] == notes
+    assert cli.main(["plan", "--config", str(CONFIGS / "mistral.json"), "--host-gb", "1"]) == 0
+    assert f"\nnote        {window}\n" in capsys.readouterr().out
+
+
 def test_the_document_names_every_model_type_and_option(capsys: Capture) -> None:
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in text] == []
     assert cli.main(["plan", "--help"]) == 0
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert [option for option in sorted(options) if option not in text] == []
+
+
+# ---- the code that is printed -----------------------------------------------------------------
+
+
+def check_built(data: dict[str, Any]) -> None:
+    """Run the printed code; its pools, in the order of the plan's members, have the plan's bytes."""
+    names: dict[str, Any] = {}
+    exec(compile(data["python"], "plan", "exec"), names)
+    made = [value for value in names.values() if isinstance(value, HostPool | HostPoolGroup)]
+    pools = [pool for one in made for pool in getattr(one, "pools", {"": one}).values()]
+    try:
+        found = [(pool.page_bytes, pool.page_num, pool.kv_buffer.nbytes) for pool in pools]
+        assert found == [(one["page_bytes"], one["pages"], one["host_bytes"]) for one in data["members"]]
+    finally:
+        for one in made:
+            one.destroy()
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_code_for_a_published_config_runs(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """Built with one page of history and one place to resume at; as many bytes as the plan says."""
+    path = str(written(published(name), tmp_path))
+    token, state = EXPECTED[name]
+    words = [*(["--tokens", "1"] if token else []), *(["--states", "1"] if state else [])]
+    check_built(run_json(capsys, "--config", path, "--tp", "2", *words))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(tiny_models.TINY))
+def test_the_code_for_the_form_of_transformers_runs(model_type: str, tmp_path: Path, capsys: Capture) -> None:
+    tiny_models.config_of(model_type, torch.bfloat16).save_pretrained(tmp_path)
+    words = ["--cache", "transformers", "--page-size", "12", "--host-gb", "0.01"]
+    check_built(run_json(capsys, "--config", str(tmp_path / "config.json"), *words))
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_the_classes_ask_for_what_the_plan_says(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """Host memory and staging, as the printed class computes them before anything is built."""
+    path = str(written(published(name), tmp_path))
+    data = run_json(capsys, "--config", path, "--tp", "2", "--host-gb", "20")
+    text = re.sub(r"^(group|pool) = (\w+)\(", r"need = \2.required_bytes(", data["python"], flags=re.M)
+    names: dict[str, Any] = {}
+    exec(compile(text.replace("    device=device,\n", ""), "plan", "exec"), names)
+    assert (names["need"].host, names["need"].staging) == (data["host_bytes"], data["staging_bytes"])
+
+
+def test_every_group_has_the_members_that_plan_gives_it(specs: Specs, tmp_path: Path) -> None:
+    """By name and pool, and the parameters that a group fixes are the model's."""
+    groups = {group.name: group for group in specs.groups}
+    for name in EXPECTED:
+        for kv in (None, "float8_e4m3fn") if name == "deepseek_v32" else (None,):
+            model = read_model(read_config(written(published(name), tmp_path)), "engine", kv)
+            if model.group is None:
+                assert len(model.members) == 1
+                continue
+            refs = {ref.name: ref for ref in groups[model.group].pools}
+            assert {(one.name, one.pool) for one in model.members} == {
+                (r.name, r.pool) for r in refs.values()
+            }
+            for one in model.members:
+                fixed = {name: expr.evaluate(size, {}) for name, size in refs[one.name].params}
+                assert fixed == {name: one.params[name] for name in fixed}

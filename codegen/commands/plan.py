@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,8 @@ def run(
         raise InputError(f"--cache: {unknown('form', cache, CACHES)}")
     if tokens is not None and host_gb is not None:
         raise InputError("--tokens and --host-gb: give what is known, and plan says the other")
-    if host_gb is None and tokens is None:
+    default = host_gb is None and tokens is None
+    if default:
         host_gb = HOST_GB
     asked = Asked(ranks, page_size, layout, tokens, states, None if host_gb is None else int(host_gb * GB))
     shipped = Path(__file__).resolve().parent.parent.parent
@@ -53,6 +53,8 @@ def run(
     except PlanError as error:
         raise InputError(str(error)) from None
     data = _data(made, str(config), str(read.values["model_type"]), cache)
+    if default and (made.tokens is not None or states is None):
+        data["notes"].append(f"{HOST_GB:g} GB of host memory a rank; --host-gb or --tokens sets it")
     if json:
         print(json_format.dumps(data, indent=2))
     else:
@@ -122,7 +124,7 @@ def _print(data: dict[str, Any]) -> None:
     if data["tokens"] is not None:
         print(f"one token   {_number(data['token_bytes'])} bytes; {data['tokens']:,} tokens")
     if data["states"] is not None:
-        print(f"to resume   {data['state_bytes']:,} bytes; {data['states']:,} places (states, windows)")
+        print(f"to resume   {data['state_bytes']:,} bytes; places: {data['states']:,}")
     print(f"host        {_bytes(data['host_bytes'])} a rank, {_bytes(data['all_ranks_host_bytes'])} in all")
     print(f"staging     {_bytes(data['staging_bytes'])} of device memory a rank")
     for note in data["notes"]:
@@ -164,18 +166,7 @@ def _bytes(value: int) -> str:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Rows under their columns: drawn by rich on a terminal, plain text when piped."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table()
-        for name in COLUMNS:
-            table.add_column(name, justify="right" if name in NUMBERS else "left")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
+    """Rows under their columns. Plain text on a terminal too: a drawn table cuts numbers to fit its width."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     for row in (COLUMNS, *rows):
         cells = (

@@ -80,6 +80,12 @@ def latent_params(config: Config) -> dict[str, Size]:
     return {name: config.size(name) for name in ("kv_lora_rank", "qk_rope_head_dim")}
 
 
+def draft_notes(config: Config) -> tuple[str, ...]:
+    """What is said of layers behind the last one, which predict tokens ahead."""
+    drafts = config.size_or("num_nextn_predict_layers", 0, least=0)
+    return (f"draft layers are not planned (num_nextn_predict_layers is {drafts})",) if drafts else ()
+
+
 # ---- which layers are which -------------------------------------------------------------------
 
 
@@ -159,4 +165,5 @@ def attention(otherwise: Kinds | None) -> Builder:
 def latent_attention(config: Config, cache: str, kv: str | None) -> Model:
     """DeepSeek-V3: latent rows; `transformers` caches the same, as two tensors."""
     layers = tuple(range(config.layers()))
-    return Model((latent(config, "kv", layers, kv_dtype(config, kv)),), divided=(heads_of(config)[0],))
+    rows = latent(config, "kv", layers, kv_dtype(config, kv))
+    return Model((rows,), divided=(heads_of(config)[0],), notes=draft_notes(config))

@@ -160,7 +160,7 @@ def falcon_h1(config: Config, cache: str, kv: str | None) -> Model:
         width = config.size("mamba_d_ssm")
     else:
         width = config.size("mamba_expand") * config.size("hidden_size")
-    return _hybrid(config, "falcon_h1", _mamba_layers(config, cache, layers, width), layers, kv)
+    return _hybrid(config, "bamba", _mamba_layers(config, cache, layers, width), layers, kv)
 
 
 def mamba2(config: Config, cache: str, kv: str | None) -> Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from poolwright.codegen import ir
+from poolwright.codegen import ir, lower
 from poolwright.codegen.plan.config import PlanError
 from poolwright.codegen.plan.model import Member, Model
 from poolwright.codegen.plan.rank import RankSize, rank_params
@@ -31,13 +31,17 @@ class Planned:
     """One pool of one rank. `pages` is its capacity, `copies` how many ranks hold the same bytes."""
 
     member: Member
-    pool: ir.Pool
+    lowered: ir.Lowered
     params: Mapping[str, RankSize]
     dtypes: Mapping[str, str]
     page_size: int
     size: Sized
     copies: float
     pages: int = 0
+
+    @property
+    def pool(self) -> ir.Pool:
+        return self.lowered.pool
 
     @property
     def grows(self) -> bool:
@@ -98,17 +102,17 @@ def make_plan(
 
 def _member(member: Member, pool: ir.Pool, page_size: int, asked: Asked) -> Planned:
     dtypes, rows = chosen_dtypes(pool, member.dtypes), member.rows.page(page_size)
-    program = program_of(pool, member.variants, asked.layout)
+    lowered = lower.lower(pool)
+    program = program_of(lowered, member.variants, asked.layout)
 
     def sized(ranks: int) -> tuple[dict[str, RankSize], Sized]:
         params = rank_params(pool, member, ranks)
-        layers = len(member.layers)
-        return params, size_pool(pool, program, params, dtypes, member.variants, layers, rows)
+        return params, size_pool(pool, program, params, dtypes, len(member.layers), rows)
 
     params, size = sized(asked.ranks)
     whole = sized(1)[1].page_bytes
     copies = size.page_bytes * asked.ranks / whole if whole else 1.0
-    return Planned(member, pool, params, dtypes, rows, size, copies)
+    return Planned(member, lowered, params, dtypes, rows, size, copies)
 
 
 # ---- capacity ---------------------------------------------------------------------------------

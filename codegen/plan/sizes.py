@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from poolwright.codegen import ir, lower
+from poolwright.codegen import ir
 from poolwright.codegen.commands.bind import Bound, resolve, values
 from poolwright.codegen.expr import Expr, Int
 from poolwright.codegen.plan.config import PlanError
@@ -14,19 +14,19 @@ from poolwright.codegen.plan.rank import RankSize
 
 @dataclass(frozen=True)
 class Sized:
-    """A pool's host order with every number filled in but its capacity; without a program: no bytes."""
+    """A pool's host order with every number filled in but its capacity."""
 
-    program: ir.Program | None
+    program: ir.Program
     known: Mapping[str, Expr]
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on the host, all layers."""
-        return 0 if self.program is None else self._number(self.program.page_bytes, 1)
+        return self._number(self.program.page_bytes, 1)
 
     def host_bytes(self, pages: int) -> int:
         """Bytes of host memory of so many pages, padding between blocks included."""
-        return 0 if self.program is None else self._number(self.program.host_bytes, pages)
+        return self._number(self.program.host_bytes, pages)
 
     def _number(self, value: Expr, pages: int) -> int:
         found = resolve(value, {**self.known, "pages": Int(pages)})
@@ -45,35 +45,35 @@ def chosen_dtypes(pool: ir.Pool, wanted: Mapping[str, str]) -> dict[str, str]:
     return chosen
 
 
-def program_of(pool: ir.Pool, variants: Mapping[str, str], layout: str) -> ir.Program | None:
-    """The host order of the pool in a layout; None for a pool without components. Raises PlanError."""
-    if not pool.components:
-        return None
+def program_of(lowered: ir.Lowered, variants: Mapping[str, str], layout: str) -> ir.Program:
+    """The pool's program in a layout, and in its first form. Raises PlanError for a layout it lacks.
+
+    A pool without components has one layout, whatever is asked for.
+    """
+    pool = lowered.pool
     names = [one.name for one in pool.layouts]
+    if not pool.components:
+        layout = names[0]
     if layout not in names:
         raise PlanError(f"--layout {layout}: pool {pool.name} has the layouts {', '.join(names)}")
     wanted = (_choice(pool, variants), pool.forms[0].name, layout)
-    programs = lower.lower(pool).programs
-    return next(p for p in programs if (p.variant, p.form.name, p.layout.name) == wanted)
+    return next(p for p in lowered.programs if (p.variant, p.form.name, p.layout.name) == wanted)
 
 
 def size_pool(
     pool: ir.Pool,
-    program: ir.Program | None,
+    program: ir.Program,
     params: Mapping[str, RankSize],
     dtypes: Mapping[str, str],
-    variants: Mapping[str, str],
     layers: int,
     page_size: int,
 ) -> Sized:
     """The pool with these numbers; `page_size` counts its own rows."""
-    if program is None:
-        return Sized(None, {})
     numbers = _numbers(pool, params) | {"page_size": page_size}
     numbers |= {c.layers: layers for c in pool.components if c.layers is not None}
-    choice = _choice(pool, variants)
     words = tuple(f"{name}={number}" for name, number in numbers.items())
-    return Sized(program, values(pool, Bound(numbers, dtypes, dict(choice), words), choice))
+    bound = Bound(numbers, dtypes, dict(program.variant), words)
+    return Sized(program, values(pool, bound, program.variant))
 
 
 def _choice(pool: ir.Pool, variants: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

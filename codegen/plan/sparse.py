@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from poolwright.codegen.plan.attention import heads_of, ids, kv_dtype, latent, latent_params, model_dtype
+from poolwright.codegen.plan.attention import (
+    draft_notes,
+    heads_of,
+    ids,
+    kv_dtype,
+    latent,
+    latent_params,
+    model_dtype,
+)
 from poolwright.codegen.plan.config import Config, PlanError
 from poolwright.codegen.plan.model import TOKEN, Heads, Member, Model, Rows, Size, split
 
@@ -14,6 +22,9 @@ WINDOW, SPARSE, HEAVY = (
     "heavily_compressed_attention",
 )
 RATIOS = {0: WINDOW, 1: WINDOW, 4: SPARSE, 128: HEAVY}
+RING = 8
+"""States that a page of the window has for its last compressed entries, without speculation."""
+
 SHARED = split(Heads(1, "the one head of shared keys", copies=True))
 
 
@@ -25,7 +36,7 @@ def deepseek_v32(config: Config, cache: str, kv: str | None) -> Model:
     """
     layers = tuple(range(config.layers()))
     query, _ = heads_of(config)
-    width = config.size("index_head_dim")
+    width, notes = config.size("index_head_dim"), draft_notes(config)
     if cache == "transformers":
         rope, nope = config.size("qk_rope_head_dim"), config.size("qk_nope_head_dim")
         params: dict[str, Size] = {
@@ -36,20 +47,22 @@ def deepseek_v32(config: Config, cache: str, kv: str | None) -> Model:
         dtype = model_dtype(config)
         expanded = Member("kv", "mha", "expanded keys and values", layers, params, {"kv": dtype})
         keys = _keys("indexer", "indexer keys", layers, width, dtype)
-        return Model((expanded, keys), divided=(query,))
+        return Model((expanded, keys), divided=(query,), notes=notes)
     indexer = _indexer("indexer", layers, width)
     if kv == "float8_e4m3fn":
         # Sparse attention reads quantised latents as rows with their scales and a rotary part of 16 bits.
         packed = Member("kv", "mla_fp8", "quantised latents", layers, latent_params(config), {})
-        return Model((packed, indexer), "dsv32_fp8", (query,))
-    return Model((latent(config, "kv", layers, kv_dtype(config, kv)), indexer), "dsv32", (query,))
+        return Model((packed, indexer), "dsv32_fp8", (query,), notes=notes)
+    rows = latent(config, "kv", layers, kv_dtype(config, kv))
+    return Model((rows, indexer), "dsv32", (query,), notes=notes)
 
 
 def deepseek_v4(config: Config, cache: str, kv: str | None) -> Model:
     """DeepSeek-V4: a window in every layer, compressed entries and open compressor windows in most.
 
-    Engines keep page rows of bytes with scales, and the compressors' states in float32 rings, one ring a
-    page of the window. `transformers` keeps plain rows of the model's dtype.
+    Engines keep page rows of bytes with scales, and the states of overlapping compressors in float32 rings,
+    one ring a page of the window; a page ends where a heavy entry does, so heavy layers need no state there.
+    `transformers` keeps plain rows of the model's dtype.
     """
     kinds = _v4_kinds(config)
     query, cached = heads_of(config)
@@ -61,13 +74,13 @@ def deepseek_v4(config: Config, cache: str, kv: str | None) -> Model:
             "--kv-dtype: page rows of DeepSeek-V4 have a format of their own; leave the option out"
         )
     build = _v4_plain if cache == "transformers" else _v4_rows
-    return replace(build(config, kinds, window), divided=(query,), page_size=256)
+    return replace(build(config, kinds, window), divided=(query,), page_size=256, notes=draft_notes(config))
 
 
 def _v4_kinds(config: Config) -> tuple[str, ...]:
     """The kind of every layer, from layer_types or from the published compress_ratios.
 
-    Ratios behind the last layer belong to draft layers, which are planned as a model of their own.
+    Ratios behind the last layer belong to draft layers.
     """
     kinds = config.words("layer_types", (WINDOW, SPARSE, HEAVY))
     layers = config.layers()
@@ -106,15 +119,14 @@ def _v4_rows(config: Config, kinds: tuple[str, ...], window: int) -> Model:
     sparse, heavy = ids(kinds, SPARSE), ids(kinds, HEAVY)
     rows = Rows("window", window)
     members = (
-        Member("kv", "logical", "nothing: the indices of the compressed pools", (), {}, {}),
-        Member("window", "logical", "nothing: the indices of the window's pools", (), {}, {}, rows),
+        Member("kv", "logical", "ids of the history, no bytes", (), {}, {}),
+        Member("window", "logical", "ids of the window, no bytes", (), {}, {}, rows),
         _v4_paged("swa", f"a window of {window:,} tokens", every, 1, rows),
         _v4_paged("c4", "one entry for 4 tokens", sparse, 4, TOKEN),
         _indexer("c4_indexer", sparse, index, 4),
         _v4_paged("c128", "one entry for 128 tokens", heavy, 128, TOKEN),
-        _v4_state("c4_state", sparse, width, 8, 1, rows),
-        _v4_state("c4_indexer_state", sparse, index, 8, 1, rows),
-        _v4_state("c128_state", heavy, width, 128, 0, rows),
+        _v4_state("c4_state", sparse, width, rows),
+        _v4_state("indexer_state", sparse, index, rows),
     )
     return Model(members, "dsv4")
 
@@ -123,8 +135,8 @@ def _v4_paged(name: str, holds: str, layers: tuple[int, ...], ratio: int, rows: 
     return Member(name, "dsv4_paged", holds, layers, {"ratio": ratio}, {}, rows, {"format": "v4"})
 
 
-def _v4_state(name: str, layers: tuple[int, ...], width: int, ring: int, overlap: int, rows: Rows) -> Member:
-    params: dict[str, Size] = {"head_dim": width, "overlap": overlap, "ring": ring}
+def _v4_state(name: str, layers: tuple[int, ...], width: int, rows: Rows) -> Member:
+    params: dict[str, Size] = {"head_dim": width, "overlap": 1, "ring": RING}
     return Member(name, "dsv4_state", "compressor states", layers, params, {"state": "float32"}, rows)
 
 

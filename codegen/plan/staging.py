@@ -10,11 +10,15 @@ ALIGN = 256
 
 
 def staging_bytes(plan: Plan) -> int:
-    """Bytes that all pools of one rank take on the device."""
-    return sum(_pool(one) for one in plan.members)
+    """Bytes that all pools of one rank take on the device. Pools of a group share the bound by size."""
+    if plan.group is None:
+        return sum(_pool(one, BOUND) for one in plan.members)
+    weights = [one.size.page_bytes * one.pages for one in plan.members]
+    total = max(sum(weights), 1)
+    return sum(_pool(one, BOUND * weight // total) for one, weight in zip(plan.members, weights, strict=True))
 
 
-def _pool(one: Planned) -> int:
+def _pool(one: Planned, bound: int) -> int:
     page = max(one.size.host_bytes(1), 1)
-    slot = max(1, min(one.pages, BOUND // SLOTS // page))
+    slot = max(1, min(one.pages, bound // SLOTS // page))
     return SLOTS * (-(-one.size.host_bytes(slot) // ALIGN) * ALIGN)
