@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .groups.dsv4 import Dsv4HostPoolGroup
     from .groups.dsv4_plain import Dsv4PlainHostPoolGroup
     from .groups.dsv32 import Dsv32HostPoolGroup
+    from .groups.dsv32_fp8 import Dsv32Fp8HostPoolGroup
     from .groups.kimi_linear import KimiLinearHostPoolGroup
     from .groups.mha_indexer import MhaIndexerHostPoolGroup
     from .groups.qwen3_next import Qwen3NextHostPoolGroup
@@ -56,6 +57,7 @@ GROUPS: dict[str, str] = {
     "dsv4": "Dsv4HostPoolGroup",
     "dsv4_plain": "Dsv4PlainHostPoolGroup",
     "dsv32": "Dsv32HostPoolGroup",
+    "dsv32_fp8": "Dsv32Fp8HostPoolGroup",
     "kimi_linear": "KimiLinearHostPoolGroup",
     "mha_indexer": "MhaIndexerHostPoolGroup",
     "qwen3_next": "Qwen3NextHostPoolGroup",
@@ -72,6 +74,7 @@ __all__ = [
     "DeepSeekV4StateHostPool",
     "Dsv4HostPoolGroup",
     "Dsv4PlainHostPoolGroup",
+    "Dsv32Fp8HostPoolGroup",
     "Dsv32HostPoolGroup",
     "GatedDeltaNetPoolHost",
     "KdaStatePoolHost",
