@@ -45,7 +45,6 @@ class LowerError(ValueError):
 def lower(pool: Pool) -> Lowered:
     """All programs of a pool. Raises LowerError."""
     _check_names(pool)
-    _check_layer_lists(pool)
     _check_row(pool)
     programs = [
         _program(pool, choice, form, index, layout)
@@ -84,19 +83,6 @@ def _check_once(pool: Pool, where: str, what: str, names: list[str]) -> None:
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
     if twice is not None:
         raise LowerError(pool, where, f"two {what} names make {twice!r} in generated code: rename one")
-
-
-def _check_layer_lists(pool: Pool) -> None:
-    """One position walks the layers of all components, so they must all mean the same list."""
-    first = next((c for c in pool.components if c.layers is not None), None)
-    for component in pool.components:
-        if first is not None and component.layers not in (None, first.layers):
-            raise LowerError(
-                pool,
-                f"components.{component.name}.layers",
-                f"components of one pool share one layer list: {first.name} has {first.layers}, "
-                f"{component.name} has {component.layers}; make them two pools of a group",
-            )
 
 
 def choices(pool: Pool) -> tuple[tuple[tuple[str, str], ...], ...]:

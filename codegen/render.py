@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from poolwright.codegen import render_cpp, render_python
+from poolwright.codegen import render_cpp, render_group, render_python
 from poolwright.codegen.ir import Group, Lowered
 
 _kept: jinja2.BytecodeCache | None = None
@@ -54,8 +54,17 @@ def render(lowered: Sequence[Lowered], groups: Sequence[Group] = ()) -> dict[str
         files |= render_pool(one)
     pools = sorted((one.pool.name, one.pool.class_name) for one in lowered)
     header = HEADER.format(source="specs")
-    files["__init__.py"] = _render("registry.py.jinja", header=header, pools=pools)
+    by_name = {one.pool.name: one for one in lowered}
+    for group in groups:
+        files |= render_group_files(group, by_name)
+    named = sorted((group.name, render_group.class_name(group)) for group in groups)
+    classes = sorted(class_name for _, class_name in (*pools, *named))
+    files["__init__.py"] = _render(
+        "registry.py.jinja", header=header, pools=pools, groups=named, classes=classes
+    )
     files["pools/__init__.py"] = f'# {header}\n"""Generated pools, one package each."""\n'
+    if groups:
+        files["groups/__init__.py"] = f'# {header}\n"""Generated groups of pools, one package each."""\n'
     files["py.typed"] = ""
     return files
 
@@ -66,11 +75,37 @@ def render_pool(lowered: Lowered) -> dict[str, str]:
     header = HEADER.format(source=lowered.pool.source)
     name = lowered.pool.class_name
     return {
-        f"{folder}/__init__.py": _render("package.py.jinja", header=header, name=name, pool=lowered.pool),
+        f"{folder}/__init__.py": _render(
+            "package.py.jinja",
+            header=header,
+            module="pool",
+            name=name,
+            doc=f"Pool {lowered.pool.name}: {lowered.pool.summary}",
+        ),
         f"{folder}/pool.py": _render("pool.py.jinja", header=header, **render_python.pool_view(lowered)),
         f"{folder}/layout.h": _render("layout.h.jinja", header=header, **render_cpp.layout_view(lowered)),
         f"{folder}/kernels.cu": _render(
             "kernels.cu.jinja", header=header, **render_cpp.kernels_view(lowered)
         ),
         f"{folder}/host.cpp": _render("host.cpp.jinja", header=header, **render_cpp.host_view(lowered)),
+    }
+
+
+def render_group_files(group: Group, pools: Mapping[str, Lowered]) -> dict[str, str]:
+    """The files of one group; `pools`: all pools of the project by name."""
+    folder = f"groups/{group.name}"
+    header = HEADER.format(source=group.source)
+    kernels = render_group.kernels_view(group, pools)
+    view = render_group.group_view(group, pools)
+    return {
+        f"{folder}/__init__.py": _render(
+            "package.py.jinja",
+            header=header,
+            module="group",
+            name=view["class_name"],
+            doc=f"Group {group.name}: {view['summary']}",
+        ),
+        f"{folder}/group.py": _render("group.py.jinja", header=header, **view),
+        f"{folder}/kernels.cu": _render("group_kernels.cu.jinja", header=header, **kernels),
+        f"{folder}/host.cpp": _render("group_host.cpp.jinja", header=header, **kernels),
     }

@@ -6,18 +6,12 @@ them. All addresses are ``i64`` bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from poolwright.codegen import expr, lower
 from poolwright.codegen.expr import Expr
 from poolwright.codegen.ir import Axis, Item, Lowered, Program, Walk
-
-FEW_IDS = 128
-"""Page ids that travel in the parameters of a launch (1 KiB); more of them lie in device memory."""
-
-LAYER_CAPACITY = 256
-"""Layers that one launch of a layer-ordered load can walk."""
 
 WALK_WORDS = {
     "pages": "one page an id",
@@ -56,9 +50,29 @@ def param_names(name: str, length: int | None) -> list[str]:
 
 
 def layer_lists(lowered: Lowered) -> list[str]:
-    """Layer lists of the pool; `layers` first, even when no component uses it."""
-    names = {c.layers for c in lowered.pool.components if c.layers is not None}
-    return ["layers", *sorted(names - {"layers"})]
+    """Layer lists that the constructor takes: those of components; `layers` also when only an expression
+    counts it, and when there is no other."""
+    pool = lowered.pool
+    named = {c.layers for c in pool.components if c.layers is not None}
+    sizes: list[Expr] = []
+    for choice in lower.choices(pool):
+        sizes += [size for _, size in lower.extents(lower.specialise(pool, choice))]
+    sizes += [param.equals for param in pool.params if param.equals is not None]
+    sizes += [form.base for form in pool.forms if form.base is not None]
+    sizes += [c.align for c in pool.components if c.align is not None]
+    conditions = [*pool.require, *(c.when for c in pool.components if c.when is not None)]
+    counted = {name for value in sizes for name in expr.symbols(value)}
+    counted |= {name for condition in conditions for name in expr.symbols(condition)}
+    if not named or "layers" in counted:
+        named.add("layers")
+    return sorted(named, key=lambda name: (name != "layers", name))
+
+
+def columns(lowered: Lowered) -> list[str | None]:
+    """What a step of a load in layer order says of the pool: the position in each layer list that a
+    component has, then (None) whether components without layers move."""
+    found = list(dict.fromkeys(item.layers for item in lowered.programs[0].items if item.layers is not None))
+    return [*found, *([None] if any(item.layers is None for item in lowered.programs[0].items) else [])]
 
 
 # ---- layout.h ---------------------------------------------------------------------------------
@@ -275,13 +289,22 @@ def kernels_view(lowered: Lowered) -> dict[str, Any]:
     items = lowered.programs[0].items
     names = walks(lowered)
     moves = [_move(item, name) for name in names for item in items if _has(item, name)]
+    bulk = [name for name in names if not name.startswith("layer_")]
     return {
         "pool": lowered.pool,
         "items": [item.name for item in items],
         "moves": moves,
-        "wholes": [_whole(items, name) for name in names],
-        "parts": [part for name in names for part in _parts(name)],
+        "wholes": [*(_whole(items, name) for name in bulk), *(_layer_whole(lowered, name) for name in bulk)],
+        "columns": len(columns(lowered)),
+        "column_names": columns_text(columns(lowered)),
+        "parts": [_part(part) for part in parts(names)],
     }
+
+
+def columns_text(found: Sequence[str | None]) -> str:
+    """The columns of a step in words."""
+    words = [f"the position in {name}" if name else "whether the rest moves" for name in found]
+    return ", ".join(words) or "nothing"
 
 
 def _move(item: Item, walk: str) -> dict[str, str]:
@@ -302,22 +325,37 @@ def _move(item: Item, walk: str) -> dict[str, str]:
 
 
 def _whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
-    layered = walk.startswith("layer_")
-    bulk = walk.removeprefix("layer_")
-    calls = []
-    for item in items:
-        if _has(item, walk):
-            layer = ", layer" if layered else ""
-            calls.append(f"move_{item.ident}_{walk}<Way>(view, ids, count{layer});")
-        elif layered and _has(item, bulk):  # no layer axis: moves with the first layer
-            calls.append(f"if (layer == 0) move_{item.ident}_{bulk}<Way>(view, ids, count);")
     return {
         "comment": f"Every component, {WALK_WORDS[walk]}.",
         "name": f"move_{walk}",
         "ids": f"pw::{ids_struct(walk)}",
-        "layer_parameter": ", const u32 layer" if layered else "",
-        "calls": calls,
+        "parameters": "",
+        "lines": [f"move_{item.ident}_{walk}<Way>(view, ids, count);" for item in items],
     }
+
+
+def _layer_whole(lowered: Lowered, walk: str) -> dict[str, Any]:
+    def call(item: Item, layer: str) -> str:
+        name, argument = (f"layer_{walk}", ", layer") if layer else (walk, "")
+        return f"move_{item.ident}_{name}<Way>(view, ids, count{argument});"
+
+    return {
+        "comment": f"One step in layer order, {WALK_WORDS[walk]}; `at`: {columns_text(columns(lowered))}.",
+        "name": f"move_step_{walk}",
+        "ids": f"pw::{ids_struct(walk)}",
+        "parameters": ", const u32* at",
+        "lines": _step(lowered, call),
+    }
+
+
+def _step(lowered: Lowered, call: Callable[[Item, str], str]) -> list[str]:
+    """The lines of one step: each component where its column says so."""
+    items, lines = lowered.programs[0].items, []
+    for at, name in enumerate(columns(lowered)):
+        mine = [item for item in items if item.layers == name]
+        here = f"const u32 layer = pw::number(at + {at}); layer != pw::skipped"
+        lines += [f"if ({here}) {{", *(f"  {call(item, 'layer' if name else '')}" for item in mine), "}"]
+    return lines
 
 
 def ids_struct(walk: str) -> str:
@@ -329,20 +367,8 @@ def host_id(walk: str) -> str:
     return "ids.host(id, u32(page_size))" if walk.endswith("tokens") else "ids.host(id)"
 
 
-def ids_member(walk: str) -> str:
-    """How a kernel's parameter becomes what the walk reads."""
-    return "ids" if walk.endswith("tokens") else "ids.pages()"
-
-
-def ids_types(walk: str) -> list[tuple[str, str]]:
-    """(suffix, type) of the id lists that kernels of a walk take."""
-    if walk.endswith("tokens"):
-        return [("", "pw::TokenIds")]
-    return [("_few", f"pw::Pairs<{FEW_IDS}>"), ("", "pw::Listed")]
-
-
 def parts(names: Sequence[str]) -> list[str]:
-    """Kernels that are compiled together; part k of a program is compiled with PW_PART=k."""
+    """Kernels, compiled one by one; kernel k of a program is compiled with PW_PART=k."""
     return [part for name in names for part in _part_names(name)]
 
 
@@ -350,25 +376,22 @@ def _part_names(walk: str) -> list[str]:
     return [f"load_{walk}"] if walk.startswith("layer_") else [f"write_back_{walk}", f"load_{walk}"]
 
 
-def _parts(walk: str) -> list[dict[str, Any]]:
-    return [
-        {"name": part, "kernels": [_kernel(walk, part, *ids) for ids in ids_types(walk)]}
-        for part in _part_names(walk)
-    ]
-
-
-def _kernel(walk: str, part: str, suffix: str, ids: str) -> dict[str, Any]:
+def _part(part: str) -> dict[str, Any]:
+    unit = "tokens" if part.endswith("tokens") else "pages"
+    ids, few = ("ids.tokens()", "") if unit == "tokens" else ("ids.pages(few)", " few")
     way = "WriteBack" if part.startswith("write_back") else "Load"
-    if not walk.startswith("layer_"):
-        lines = [f"move_{walk}<pw::{way}>(view, {ids_member(walk)}, count);"]
-        return {"name": f"{part}{suffix}", "ids": ids, "parameters": "", "lines": lines}
+    if "_layer_" not in part:
+        return {
+            "name": part,
+            "parameters": few,
+            "lines": [f"move_{unit}<pw::{way}>(view, {ids}, ids.count);"],
+        }
     return {
-        "name": f"{part}{suffix}",
-        "ids": ids,
-        "parameters": f", PW_PARAM pw::List<{LAYER_CAPACITY}> layers, u32* done",
+        "name": part,
+        "parameters": f"{few}, u32 steps, u32* done",
         "lines": [
-            "for (u32 n = 0; n < layers.count; ++n) {",
-            f"  move_{walk}<pw::Load>(view, {ids_member(walk)}, count, layers.at[n]);",
+            "for (u32 n = 0; n < steps; ++n) {",
+            f"  move_step_{unit}<pw::{way}>(view, {ids}, ids.count, ids.steps + n * columns);",
             "  pw::arrive(done, n);",
             "}",
         ],
@@ -393,9 +416,12 @@ def host_view(lowered: Lowered) -> dict[str, Any]:
             }
             for program in lowered.programs
         ],
-        "wholes": [_host_whole(items, name) for name in names],
-        "entries": [_entry(name, f"layer_{name}" in names) for name in bulk],
-        "lanes": [lane for name in names for lane in _lanes(name)],
+        "wholes": [
+            *(_host_whole(items, name) for name in bulk),
+            *(_host_step(lowered, name) for name in bulk),
+        ],
+        "entries": [_entry(name) for name in bulk],
+        "lanes": [_lanes(part) for part in parts(names)],
     }
 
 
@@ -427,66 +453,46 @@ def described(program: Program) -> list[str]:
 
 
 def _host_whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
-    layered = walk.startswith("layer_")
-    bulk = walk.removeprefix("layer_")
-    calls = []
-    for item in items:
-        if _has(item, walk):
-            layer = ", layer" if layered else ""
-            calls.append(
-                f"atoms_{item.ident}_{walk}<Way>(view, host_ids, device_ids, count{layer}, threads);"
-            )
-        elif layered and _has(item, bulk):  # no layer axis: moves with the first layer
-            call = f"atoms_{item.ident}_{bulk}<Way>(view, host_ids, device_ids, count, threads);"
-            calls.append(f"if (layer == 0) {call}")
-    return {"name": f"atoms_{walk}_all", "layer_parameter": ", u32 layer" if layered else "", "calls": calls}
+    lines = [f"atoms_{item.ident}_{walk}<Way>(view, host_ids, device_ids, count, threads);" for item in items]
+    return {"name": f"atoms_{walk}_all", "parameters": "", "lines": lines}
 
 
-def _entry(walk: str, layered: bool) -> dict[str, Any]:
-    def both(name: str, extra: str, indent: str = "") -> list[str]:
+def _host_step(lowered: Lowered, walk: str) -> dict[str, Any]:
+    def call(item: Item, layer: str) -> str:
+        name, argument = (f"layer_{walk}", ", layer") if layer else (walk, "")
+        return f"atoms_{item.ident}_{name}<Way>(view, host_ids, device_ids, count{argument}, threads);"
+
+    return {"name": f"atoms_step_{walk}_all", "parameters": ", const u32* at", "lines": _step(lowered, call)}
+
+
+def _entry(walk: str) -> dict[str, Any]:
+    def both(name: str, extra: str) -> list[str]:
         return [
-            f"{indent}if (load) {name}<pw::Load>(*view, host_ids, device_ids, count{extra}, threads);",
-            f"{indent}else {name}<pw::WriteBack>(*view, host_ids, device_ids, count{extra}, threads);",
+            f"  if (load) {name}<pw::Load>(*view, host_ids, device_ids, count{extra}, threads);",
+            f"  else {name}<pw::WriteBack>(*view, host_ids, device_ids, count{extra}, threads);",
         ]
 
-    lines = ["if (layers == nullptr) {", *both(f"atoms_{walk}_all", "", "  "), "  return;", "}"]
-    if layered:
-        lines += [
-            "for (u64 n = 0; n < layer_count; ++n) {",
-            *both(f"atoms_layer_{walk}_all", ", u32(layers[n])", "  "),
-            "}",
-        ]
-    else:
-        lines.append("(void)layer_count;")
-    comment = f"Moves {WALK_WORDS[walk].replace('one', 'every').replace(' an id', ' named by the ids')}"
+    lines = ["if (steps == nullptr) {", *both(f"atoms_{walk}_all", ""), "  return;", "}"]
+    lines += ["for (u64 n = 0; n < step_count; ++n) {"]
+    lines += [*both(f"atoms_step_{walk}_all", ", steps + n * columns"), "}"]
+    what = WALK_WORDS[walk].replace("one", "every").replace(" an id", " named by the ids")
     return {
         "name": f"atoms_{walk}",
-        "comment": comment + ("; with `layers`, only those." if layered else "."),
+        "comment": f"Moves {what}; with `steps`, one after the other.",
         "lines": lines,
     }
 
 
-def _lanes(walk: str) -> list[dict[str, Any]]:
-    made = []
-    for suffix, ids in ids_types(walk):
-        head = [
-            "const View& view = *(const View*)params[0];",
-            f"const {ids}& ids = *(const {ids}*)params[1];",
-            "const u32 count = *(const u32*)params[2];",
-        ]
-        if walk.startswith("layer_"):
-            made.append({"name": f"lanes_load_{walk}{suffix}", "lines": head + _layer_lanes(walk, suffix)})
-            continue
-        for way in ("write_back", "load"):
-            call = f"pw::each_lane(grid, block, [&] {{ {way}_{walk}{suffix}(view, ids, count); }});"
-            made.append({"name": f"lanes_{way}_{walk}{suffix}", "lines": [*head, call]})
-    return made
-
-
-def _layer_lanes(walk: str, suffix: str) -> list[str]:
-    """A kernel that counts its progress: one lane after the other goes through all layers."""
-    return [
-        f"const pw::List<{LAYER_CAPACITY}>& layers = *(const pw::List<{LAYER_CAPACITY}>*)params[3];",
-        "u32* const done = *(u32**)params[4];",
-        f"pw::each_lane(grid, block, [&] {{ load_{walk}{suffix}(view, ids, count, layers, done); }});",
+def _lanes(part: str) -> dict[str, Any]:
+    """Plays a kernel; one that counts its steps has one lane after the other go through all of them."""
+    lines = [
+        "const View& view = *(const View*)params[0];",
+        "const pw::Ids& ids = *(const pw::Ids*)params[1];",
     ]
+    lines += ["const pw::Few& few = *(const pw::Few*)params[2];"]
+    more = ""
+    if "_layer_" in part:
+        lines += ["const u32 steps = *(const u32*)params[3];", "u32* const done = *(u32**)params[4];"]
+        more = ", steps, done"
+    lines.append(f"pw::each_lane(grid, block, [&] {{ {part}(view, ids, few{more}); }});")
+    return {"name": f"lanes_{part}", "lines": lines}

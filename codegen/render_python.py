@@ -173,7 +173,7 @@ def _program(program: Program) -> dict[str, Any]:
 # ---- the spec as data -------------------------------------------------------------------------
 
 
-def _strings(values: Iterable[str]) -> str:
+def strings(values: Iterable[str]) -> str:
     items = [f'"{value}"' for value in values]
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
@@ -187,29 +187,29 @@ def _spec(lowered: Lowered) -> list[str]:
         f'unit="{pool.index.unit}",',
         f'updates="{pool.updates}",',
     ]
-    lines += ["params=(", *(f"    {_param(p)}," for p in pool.params), "),"]
-    lines += ["dtypes={", *(f'    "{name}": {_strings(allowed)},' for name, allowed in pool.dtypes), "},"]
+    lines += ["params=(", *(f"    {param(p)}," for p in pool.params), "),"]
+    lines += ["dtypes={", *(f'    "{name}": {strings(allowed)},' for name, allowed in pool.dtypes), "},"]
     lines.append("components=(")
     for c in pool.components:
         size = f'group="{c.storage.group}"' if c.storage.group else f'dtype="{c.storage.dtype}"'
-        dims = _strings(dim.name for dim in _split(pool, c.dims))
+        dims = strings(dim.name for dim in _split(pool, c.dims))
         extra = "" if c.layers == "layers" else f", layers={c.layers!r}".replace("'", '"')
         extra += "" if c.token else ", token=False"
         extra += "" if c.when is None else f', present="present_{c.ident}"'
-        extra += "" if c.align is None else f", align={_lambda(c.align)}"
+        extra += "" if c.align is None else f", align={function(c.align)}"
         extra += ", held=True" if c.name in held else ""
         lines.append(f'    Component("{c.name}", "{c.ident}", dims={dims}, {size}{extra}),')
     lines += ["),", "records=("]
     lines += [f"    {_record(pool, i)}," for i in range(len(pool.records))]
     lines += ["),", "forms={"]
     for f in pool.forms:
-        extra = f", any_stride={_strings(f.any_stride)}" if f.any_stride else ""
-        extra += f", base={_lambda(f.base)}" if f.base is not None else ""
+        extra = f", any_stride={strings(f.any_stride)}" if f.any_stride else ""
+        extra += f", base={function(f.base)}" if f.base is not None else ""
         lines.append(
-            f'    "{f.name}": Form({_strings(f.tensors)}, {_strings(f.order)}, device_{f.name}{extra}),'
+            f'    "{f.name}": Form({strings(f.tensors)}, {strings(f.order)}, device_{f.name}{extra}),'
         )
     lines += ["},", "layouts={"]
-    lines += [f'    "{y.name}": Layout({_strings(y.order)}, host_{y.name}),' for y in pool.layouts]
+    lines += [f'    "{y.name}": Layout({strings(y.order)}, host_{y.name}),' for y in pool.layouts]
     lines += ["},", "programs={"]
     lines += [
         f'    ("{p.form.name}", "{p.layout.name}"): Program("{render_cpp.local_name(p)}", '
@@ -218,9 +218,10 @@ def _spec(lowered: Lowered) -> list[str]:
     ]
     lines += ["},", "extents={"]
     for choice in lower.choices(pool):
-        lines.append(f"    {_strings(value for _, value in choice)}: {family_function(choice)},")
+        lines.append(f"    {strings(value for _, value in choice)}: {family_function(choice)},")
     lines.append("},")
-    lines.append("parts=" + _strings(render_cpp.parts(render_cpp.walks(lowered))) + ",")
+    lines.append("parts=" + strings(render_cpp.parts(render_cpp.walks(lowered))) + ",")
+    lines.append(f"layer_lists={strings(render_cpp.layer_lists(lowered))},")
     lines += _rest(pool)
     return lines
 
@@ -234,10 +235,10 @@ def _split(pool: Pool, dims: Any) -> Any:
 def _rest(pool: Pool) -> list[str]:
     lines = []
     if pool.variants:
-        entries = ", ".join(f'"{v.name}": {_strings(c for c, _ in v.choices)}' for v in pool.variants)
+        entries = ", ".join(f'"{v.name}": {strings(c for c, _ in v.choices)}' for v in pool.variants)
         lines.append(f"variants={{{entries}}},")
     if pool.splits:
-        pairs = ", ".join(f'"{name}": {_strings(d.name for d in parts)}' for name, parts in pool.splits)
+        pairs = ", ".join(f'"{name}": {strings(d.name for d in parts)}' for name, parts in pool.splits)
         lines.append(f"splits={{{pairs}}},")
     if pool.require:
         names = sorted({n for c in pool.require for n in expr.symbols(c)})
@@ -245,9 +246,7 @@ def _rest(pool: Pool) -> list[str]:
         lines.append("require=(")
         for cond in pool.require:
             text = expr.cond_to_python(cond, name=name_of)
-            lines.append(
-                f'    ("{text}", {_strings(name_of(n) for n in names)}, lambda {arguments}: {text}),'
-            )
+            lines.append(f'    ("{text}", {strings(name_of(n) for n in names)}, lambda {arguments}: {text}),')
         lines.append("),")
     for name, values in (("reserved", pool.reserved), ("not_carried", pool.not_carried), ("tag", pool.tag)):
         if values:
@@ -255,26 +254,23 @@ def _rest(pool: Pool) -> list[str]:
             lines.append(f"{name}=({shown}{',' if len(values) == 1 else ''}),")
     if pool.valid_if is not None:
         lines.append(f'valid_if="{pool.valid_if}",')
-    lists = [name for name in {c.layers for c in pool.components} - {None, "layers"} if name]
-    if lists:
-        lines.append(f"layer_lists={_strings(sorted(lists))},")
     return lines
 
 
-def _lambda(value: Expr) -> str:
+def function(value: Expr) -> str:
     """Names of sizes and a function of them."""
     names = [name_of(name) for name in sorted(expr.symbols(value))]
-    return f"({_strings(names)}, lambda {', '.join(names)}: {py(value)})".replace("lambda :", "lambda:")
+    return f"({strings(names)}, lambda {', '.join(names)}: {py(value)})".replace("lambda :", "lambda:")
 
 
-def _param(param: Any) -> str:
+def param(param: Any) -> str:
     parts = [f'"{param.name}"']
     parts += [f"min={param.min}"] if param.min is not None else []
     parts += [f"max={param.max}"] if param.max is not None else []
     parts += [f"one_of=({', '.join(map(str, param.one_of))},)"] if param.one_of else []
     parts += [f"length={param.length}"] if param.length is not None else []
     if param.equals is not None:
-        parts.append(f"equals={_lambda(param.equals)}")
+        parts.append(f"equals={function(param.equals)}")
     return f"Param({', '.join(parts)})"
 
 
@@ -285,10 +281,10 @@ def _record(pool: Pool, index: int) -> str:
     for choice in lower.choices(pool):
         filled = lower.specialise(pool, choice).records[index]
         inner = filled.inner
-        orders.append(f"{_strings(value for _, value in choice)}: {_strings(inner)}")
-    named = f'"{record.name}", "{record.ident}", holds={_strings(record.holds)}'
+        orders.append(f"{strings(value for _, value in choice)}: {strings(inner)}")
+    named = f'"{record.name}", "{record.ident}", holds={strings(record.holds)}'
     pads = {choice: lower.specialise(pool, choice).records[index].pad_to for choice in lower.choices(pool)}
-    entries = [f"{_strings(v for _, v in choice)}: {_lambda(pad)}" for choice, pad in pads.items()]
+    entries = [f"{strings(v for _, v in choice)}: {function(pad)}" for choice, pad in pads.items()]
     named += f", pad_to={{{', '.join(entries)}}}"
     return f"Record({named}, inner={{{', '.join(orders)}}})"
 
@@ -319,31 +315,45 @@ def dtype_arguments(pool: Pool) -> list[tuple[str, str]]:
     return [(f"{name}_dtype", name) for name, _ in pool.dtypes]
 
 
+def shape(lowered: Lowered) -> list[tuple[str, str, bool]]:
+    """Constructor parameters that decide sizes: name, type, whether they must be given."""
+    pool = lowered.pool
+    found = [
+        (p.name, "int" if p.length is None else "Iterable[int]", True)
+        for p in pool.params
+        if p.equals is None
+    ]
+    found += [(argument, "torch.dtype", True) for argument, _ in dtype_arguments(pool)]
+    found += [(name, "Iterable[int]", True) for name in render_cpp.layer_lists(lowered)]
+    found += [(v.name, "str", True) for v in pool.variants]
+    if pool.has_tokens or pool.index.space is not None:
+        found.append(("page_size", "int", True))
+    return [*found, ("layout", "str", False), ("form", "str", False)]
+
+
 def _shape(lowered: Lowered) -> tuple[list[str], list[str]]:
     """Constructor parameters that decide sizes, and how they are handed on."""
     pool = lowered.pool
+    default = {"layout": pool.layouts[0].name, "form": pool.forms[0].name}
+    names = [name for name, _, _ in shape(lowered)]
+    parameters = [
+        f"{name}: {kind}," if needed else f'{name}: {kind} = "{default[name]}",'
+        for name, kind, needed in shape(lowered)
+    ]
     given = [p for p in pool.params if p.equals is None]
-    parameters = [f"{p.name}: {'int' if p.length is None else 'Iterable[int]'}," for p in given]
-    parameters += [f"{argument}: torch.dtype," for argument, _ in dtype_arguments(pool)]
-    parameters.append("layers: Iterable[int],")
-    lists = [name for name in render_cpp.layer_lists(lowered) if name != "layers"]
-    parameters += [f"{name}: Iterable[int]," for name in lists]
-    parameters += [f"{v.name}: str," for v in pool.variants]
-    if pool.has_tokens or pool.index.space is not None:
-        parameters.append("page_size: int,")
-    parameters.append(f'layout: str = "{pool.layouts[0].name}",')
-    parameters.append(f'form: str = "{pool.forms[0].name}",')
+    lists = render_cpp.layer_lists(lowered)
     arguments = ["params={" + ", ".join(f'"{p.name}": {p.name}' for p in given) + "},"]
     arguments.append(
         "dtypes={" + ", ".join(f'"{group}": {argument}' for argument, group in dtype_arguments(pool)) + "},"
     )
-    arguments.append("layers={" + ", ".join(f'"{name}": {name}' for name in ["layers", *lists]) + "},")
+    arguments.append("layers={" + ", ".join(f'"{name}": {name}' for name in lists) + "},")
     arguments.append("variants={" + ", ".join(f'"{v.name}": {v.name}' for v in pool.variants) + "},")
-    arguments.append("page_size=" + ("page_size," if "page_size: int," in parameters else "1,"))
+    arguments.append("page_size=" + ("page_size," if "page_size" in names else "1,"))
     return parameters, [*arguments, "layout=layout,", "form=form,"]
 
 
 CAPACITY = ["capacity_pages: int | None = None,", "capacity_bytes: int | None = None,"]
+STAGING = ["staging_bytes: int = HostPool.STAGING_BYTES,", "capture_bytes: int | None = None,"]
 RUNTIME = [
     'device: str | torch.device = "cpu",',
     "require: str | None = None,",
@@ -357,18 +367,13 @@ def _hand(parameters: Sequence[str]) -> list[str]:
 
 def _init(lowered: Lowered) -> dict[str, Any]:
     parameters, arguments = _shape(lowered)
-    more = [
-        *CAPACITY,
-        "staging_bytes: int = HostPool.STAGING_BYTES,",
-        "capture_bytes: int | None = None,",
-        *RUNTIME,
-    ]
+    more = [*CAPACITY, *STAGING, *RUNTIME]
     return {"parameters": parameters + more, "arguments": arguments + _hand(more)}
 
 
 def _required(lowered: Lowered) -> dict[str, Any]:
     parameters, arguments = _shape(lowered)
-    more = [*CAPACITY, "staging_bytes: int = HostPool.STAGING_BYTES,"]
+    more = [*CAPACITY, *STAGING]
     return {"parameters": parameters + more, "arguments": arguments + _hand(more)}
 
 

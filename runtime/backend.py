@@ -1,4 +1,4 @@
-"""What carries a pool's transfers on its device: driver, compiled code, and the report of what can run."""
+"""What carries transfers on a device: driver, compiled code, the report of what can run; tensors bound."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from poolwright.runtime.driver import Driver, Kernels
 from poolwright.runtime.driver.host import HostDriver, HostKernels
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
 from poolwright.runtime.memory import Registrar
-from poolwright.runtime.program import SizedProgram
-from poolwright.runtime.transfer import Engine
+from poolwright.runtime.program import GroupProgram, SizedProgram
 
 if TYPE_CHECKING:
     from poolwright.runtime.pool import HostPool
@@ -29,49 +28,69 @@ if TYPE_CHECKING:
 REQUIREMENTS = ("cuda", "host")
 
 
-class Backend:
-    """Compiles a program for a device and says which paths can run."""
+class Code:
+    """Compiled code of programs that move together, and the driver that runs it.
 
-    def __init__(self, program: SizedProgram, device: torch.device, require: str | None) -> None:
+    `kernels` None: neither zero_copy nor staged; `libraries`: the CPU twin of each program, None without.
+    """
+
+    def __init__(
+        self, source: SizedProgram | GroupProgram, device: torch.device, require: str | None
+    ) -> None:
+        self.name = source.spec.name if isinstance(source, SizedProgram) else source.name
         if require is not None and require not in REQUIREMENTS:
-            raise ValueError(f"{program.spec.name}: require: expected cuda or host, got {require!r}")
-        self.program, self.device = program, device
+            raise ValueError(f"{self.name}: require: expected cuda or host, got {require!r}")
         if require == "cuda" and device.type != "cuda":
             raise BackendUnavailable(
-                f"{program.spec.name} on CUDA", f"the pool's device is {device}", 'pass device="cuda:0"'
+                f"{self.name} on CUDA", f"the pool's device is {device}", 'pass device="cuda:0"'
             )
+        self.source, self.device = source, device
         self._stand_in = testing.driver_in_use() if device.type == "cpu" else None
-        self.driver = self._stand_in or driver_for(program.spec.name, device)
+        self.driver = self._stand_in or driver_for(self.name, device)
         self._at_once = isinstance(self.driver, HostDriver)
-        self._align: int | None = None
-        self._kernels: Kernels | None = None
-        self._library: ctypes.CDLL | None = None
-        self._why_not: CompileError | BackendUnavailable | None = None
+        self.threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
+        self.align = 0
         self.compile(16)
         if require is not None and self._why_not is not None:
             raise self._why_not
-        self.range_count = sum(math.prod(extent for extent, _ in r.left) for r in program.host(1).ranges)
 
     def compile(self, align: int) -> None:
         """Compile for addresses that are multiples of `align`. A failure is kept for the report."""
-        if align == self._align:
+        if align == self.align:
             return
-        self._align, self._kernels, self._library, self._why_not = align, None, None, None
+        self.align = align
+        self.kernels: Kernels | None = None
+        self.libraries: tuple[ctypes.CDLL | None, ...] = (None,) * len(self.source.programs)
+        self._why_not: CompileError | BackendUnavailable | None = None
         try:
+            if not any(program.device for program in self.source.programs):
+                return  # indices without bytes: there is nothing to move
             if self.device.type == "cuda":
-                self._kernels = self._cuda_kernels(align)
+                self.kernels = self._cuda_kernels(align)
             elif self._stand_in is not None:
-                lanes = functools.partial(self._host_library, "lanes", align)
-                self._kernels = self._stand_in.kernels(self.program, align, lanes)
+                lanes = functools.partial(self._lanes, align)
+                self.kernels = self._stand_in.kernels(self.source, align, lanes)
             else:
-                self._library = self._host_library("atoms", align)
-                self._kernels = HostKernels(lambda: self._host_library("lanes", align))
+                self.libraries = self._twins(align)
+                self.kernels = HostKernels(functools.partial(self._lanes, align))
         except (CompileError, BackendUnavailable) as error:
             self._why_not = error
 
-    def _host_library(self, kind: str, align: int) -> ctypes.CDLL:
-        library = jit.load_host(jit.host_libraries([self.program.unit(kind, align)])[0])
-        self.program.check(library, align)
+    def _twins(self, align: int) -> tuple[ctypes.CDLL | None, ...]:
+        """The CPU twin of each program that has one, compared with its pool.py."""
+        programs = self.source.programs
+        units = [program.unit("atoms", align) for program in programs if program.device]
+        paths = iter(jit.host_libraries(units))
+        found = [jit.load_host(next(paths)) if program.device else None for program in programs]
+        for program, library in zip(programs, found, strict=True):
+            if library is not None:
+                program.check(library, align)
+        return tuple(found)
+
+    def _lanes(self, align: int) -> ctypes.CDLL:
+        library = jit.load_host(jit.host_libraries([self.source.unit("lanes", align)])[0])
+        if isinstance(self.source, SizedProgram):
+            self.source.check(library, align)
         return library
 
     def _cuda_kernels(self, align: int) -> Kernels:
@@ -83,7 +102,7 @@ class Backend:
             newer = toolchain.check_driver(compiler, driver_version())
             if newer is not None:
                 raise newer.error()
-        units = [self.program.unit(part, align) for part in self.program.parts]
+        units = [self.source.unit(part, align) for part in self.source.parts]
         with ThreadPoolExecutor(len(units)) as pool:  # NVRTC compiles outside the interpreter's lock
             cubins = list(pool.map(lambda unit: jit.cubin(unit, arch), units))
         try:
@@ -91,12 +110,7 @@ class Backend:
                 return CudaKernels(cubins)
         except PoolError as error:
             mend = f"unset POOLWRIGHT_CUDA_ARCH (code for {arch} was loaded)"
-            raise BackendUnavailable(f"kernels of {self.program.spec.name}", str(error), mend) from error
-
-    def engine(self) -> Engine:
-        """What transfers run on, as compiled now."""
-        threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
-        return Engine(self.driver, self._kernels, self._library, threads)
+            raise BackendUnavailable(f"kernels of {self.name}", str(error), mend) from error
 
     def registrar(self) -> Registrar | None:
         """What pins host memory; None where nothing needs to be pinned."""
@@ -119,10 +133,21 @@ class Backend:
             twin = Availability("host", False, "the CPU cannot reach device tensors")
         return (Availability("zero_copy", True, built), Availability("staged", True, built), twin, last)
 
+
+class Backend:
+    """What one pool asks of its device: tensors checked and bound, the report of what can run."""
+
+    def __init__(self, program: SizedProgram, device: torch.device, code: Code) -> None:
+        self.program, self.device, self.code, self.driver = program, device, code, code.driver
+        self.range_count = sum(math.prod(extent for extent, _ in r.left) for r in program.host(1).ranges)
+
     # ---- binding
 
-    def bind(self, pool: HostPool, tensors: Mapping[str, object], layer_ids: Sequence[int]) -> Binding:
-        """Check and bind an engine's tensors. Raises ValueError."""
+    def bind(self, pool: HostPool, tensors: Mapping[str, object], layer_ids: Sequence[int] | None) -> Binding:
+        """Check and bind an engine's tensors; `layer_ids` None: those of each component's list.
+
+        Raises ValueError.
+        """
         spec, form = self.program.spec, self.program.spec.forms[self.program.form]
         parts = [p for p in self.program.device if self.program.present(p.ident)]
         names = {p.ident: self._name(p.ident) for p in self.program.device}
@@ -170,19 +195,21 @@ class Backend:
         return names[ident]
 
     def _rows(
-        self, pool: HostPool, name: str, part: DevicePart, given: object, layer_ids: Sequence[int]
+        self, pool: HostPool, name: str, part: DevicePart, given: object, layer_ids: Sequence[int] | None
     ) -> list[torch.Tensor]:
         spec = self.program.spec
+        wanted = pool.lists.get(self.program.lists[part.ident] or "", ())
+        ids = wanted if layer_ids is None else tuple(layer_ids)
         if part.table is not None:
-            return binding.layer_tensors(spec.name, name, given, pool.layers, layer_ids)
+            return binding.layer_tensors(spec.name, name, given, wanted, ids)
         if isinstance(given, Sequence) and len(given) == 1:
             given = given[0]
         if not isinstance(given, torch.Tensor):
             raise ValueError(f"{spec.name}: {name}: expected one tensor, got {type(given).__name__}")
-        if any(axis == "layer" for axis, _, _ in part.axes) and tuple(layer_ids) != pool.layers:
+        if any(axis == "layer" for axis, _, _ in part.axes) and ids != wanted:
             raise ValueError(
                 f"{spec.name}: {name}: one tensor holds all layers, so layer_ids must be "
-                f"{list(pool.layers)}, got {list(layer_ids)}"
+                f"{list(wanted)}, got {list(ids)}"
             )
         return [given]
 

@@ -132,7 +132,7 @@ class PoolSpec:
     not_carried: tuple[str, ...] = ()
     tag: tuple[str, ...] = ()
     valid_if: str | None = None
-    layer_lists: tuple[str, ...] = ()
+    layer_lists: tuple[str, ...] = ("layers",)
 
 
 # ---- numbers ----------------------------------------------------------------------------------
@@ -233,14 +233,12 @@ def bind_sizes(
     sizes |= {f"itemsize_{group}": size for group, size in itemsizes.items()}
     if page_size < 1:
         raise ValueError(f"{spec.name}: page_size: expected at least 1, got {page_size}")
-    for param in spec.params:
-        if param.equals is None:
-            sizes |= _given(spec, param, params[param.name])
+    sizes |= bind_params(spec.name, spec.params, params)
     for param in spec.params:
         if param.equals is not None:
             names, value = param.equals
             sizes[param.name] = value(*(sizes[name] for name in names))
-            _check(spec, param, sizes[param.name])
+            _check(spec.name, param, sizes[param.name])
     for name, choice in variants.items():
         if choice not in spec.variants[name]:
             known = ", ".join(spec.variants[name])
@@ -257,25 +255,34 @@ def bind_sizes(
     return sizes
 
 
-def _given(spec: PoolSpec, param: Param, value: object) -> dict[str, int]:
+def bind_params(owner: str, params: Sequence[Param], values: Mapping[str, object]) -> dict[str, int]:
+    """Every parameter that is given, by name. Raises ValueError naming the parameter and its bounds."""
+    found: dict[str, int] = {}
+    for param in params:
+        if param.equals is None:
+            found |= _given(owner, param, values[param.name])
+    return found
+
+
+def _given(owner: str, param: Param, value: object) -> dict[str, int]:
     if param.length is None:
-        return {param.name: _check(spec, param, value)}
+        return {param.name: _check(owner, param, value)}
     values = list(value) if isinstance(value, Sequence) else [value]
     if len(values) != param.length:
-        raise ValueError(f"{spec.name}: {param.name}: expected {param.length} integers, got {value!r}")
-    return {f"{param.name}_{i}": _check(spec, param, each) for i, each in enumerate(values)}
+        raise ValueError(f"{owner}: {param.name}: expected {param.length} integers, got {value!r}")
+    return {f"{param.name}_{i}": _check(owner, param, each) for i, each in enumerate(values)}
 
 
-def _check(spec: PoolSpec, param: Param, value: object) -> int:
+def _check(owner: str, param: Param, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{spec.name}: {param.name}: expected an integer, got {value!r}")
+        raise ValueError(f"{owner}: {param.name}: expected an integer, got {value!r}")
     if param.min is not None and value < param.min:
-        raise ValueError(f"{spec.name}: {param.name}: expected at least {param.min}, got {value}")
+        raise ValueError(f"{owner}: {param.name}: expected at least {param.min}, got {value}")
     if param.max is not None and value > param.max:
-        raise ValueError(f"{spec.name}: {param.name}: expected at most {param.max}, got {value}")
+        raise ValueError(f"{owner}: {param.name}: expected at most {param.max}, got {value}")
     if param.one_of and value not in param.one_of:
         known = ", ".join(map(str, param.one_of))
-        raise ValueError(f"{spec.name}: {param.name}: expected one of {known}, got {value}")
+        raise ValueError(f"{owner}: {param.name}: expected one of {known}, got {value}")
     return value
 
 

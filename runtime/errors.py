@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -34,13 +34,25 @@ class BackendUnavailable(PoolError):
 class TransferError(PoolError):
     """A transfer failed; its destination pages hold nothing that may be used.
 
-    `direction` is ``write-back`` or ``load``, `pages` are host page ids, `cause` is what went wrong.
+    `direction` is ``write-back`` or ``load``, `moved` are host page ids by pool, `pages` those of all,
+    `cause` is what went wrong.
     """
 
-    def __init__(self, pool: str, direction: str, pages: Sequence[int], cause: str) -> None:
-        self.pool, self.direction, self.pages, self.cause = pool, direction, tuple(pages), cause
-        shown = ", ".join(map(str, self.pages[:8])) + (", ..." if len(self.pages) > 8 else "")
-        super().__init__(f"{pool}: {direction} of {len(self.pages)} pages ({shown}) failed: {cause}")
+    def __init__(
+        self, pool: str, direction: str, moved: Sequence[int] | Mapping[str, Sequence[int]], cause: str
+    ) -> None:
+        self.moved = dict(moved) if isinstance(moved, Mapping) else {pool: list(moved)}
+        self.pages = tuple(page for pages in self.moved.values() for page in pages)
+        self.pool, self.direction, self.cause = pool, direction, cause
+        shown = " and ".join(
+            f"{len(pages)} pages{f' of {name}' if name != pool else ''} ({_few(pages)})"
+            for name, pages in self.moved.items()
+        )
+        super().__init__(f"{pool}: {direction} of {shown} failed: {cause}")
+
+
+def _few(pages: Sequence[int]) -> str:
+    return ", ".join(map(str, pages[:8])) + (", ..." if len(pages) > 8 else "")
 
 
 class OutOfMemoryBudget(PoolError, MemoryError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event
 from poolwright.runtime.errors import PoolError
-from poolwright.runtime.indices import Batch
+from poolwright.runtime.moves import Move
 from poolwright.runtime.ticket import Ticket
 
 
@@ -17,19 +17,24 @@ class Submission(NamedTuple):
 
     direction: str
     event: Event
-    batch: Batch
+    moves: Sequence[Move]
     keep: object
 
-    def meets(self, batch: Batch) -> bool:
+    def meets(self, moves: Sequence[Move]) -> bool:
         """Whether both touch a page, on either side; pages that only the device knows may be any."""
-        if not self.batch.host_pages.isdisjoint(batch.host_pages):
-            return True
-        mine, theirs = self.batch.device_pages, batch.device_pages
-        return mine is None or theirs is None or not mine.isdisjoint(theirs)
+        for mine in self.moves:
+            for move in moves:
+                if mine.member == move.member:
+                    if not mine.batch.host_pages.isdisjoint(move.batch.host_pages):
+                        return True
+                    here, there = mine.batch.device_pages, move.batch.device_pages
+                    if here is None or there is None or not here.isdisjoint(there):
+                        return True
+        return False
 
 
 KEPT = 8
-"""So many submissions are not asked for: it costs more than waiting for an event that has passed."""
+"""So many submissions are not asked for: it costs more than keeping what they hold."""
 
 
 class Hazards:
@@ -49,26 +54,38 @@ class Hazards:
     def forget(self) -> None:
         """Drop what is over. What the pool hands out does not depend on it."""
         for running in self._running.values():  # one stream each: the oldest is over first
-            while len(running) > KEPT and self._driver.done(running[0].event):
+            while len(running) > KEPT and self._over(running[0]):
                 running.popleft()
         if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
             self._tickets = [ticket for ticket in self._tickets if not ticket.acknowledged]
             self._swept = 2 * len(self._tickets) + 32
 
-    def before(self, direction: str, batch: Batch) -> Iterator[Event]:
-        """Events of the other direction's submissions that touch the same pages.
+    def before(self, direction: str, moves: Sequence[Move]) -> Event | None:
+        """The event of the other direction's last submission that touches one of the same pages.
 
-        Those of the same direction are ordered by their stream.
+        Its stream has everything before it behind it. Those of the same direction are ordered by theirs.
         """
-        for entry in self._running["load" if direction == "write_back" else "write_back"]:
-            if entry.meets(batch):
-                yield entry.event
+        running = self._running["load" if direction == "write_back" else "write_back"]
+        if running and self._over(running[-1]):
+            running.clear()
+        return next((entry.event for entry in reversed(running) if entry.meets(moves)), None)
 
-    def in_flight(self, pages: set[int], after: Ticket | None) -> int | None:
-        """A page among these whose transfer the caller does not know to be done, or None."""
+    def _over(self, entry: Submission) -> bool:
+        """Whether it has run. One that failed never has: whoever asks its ticket is told."""
+        try:
+            return self._driver.done(entry.event)
+        except PoolError:
+            return False
+
+    def in_flight(self, names: Sequence[str], pages: set[int], after: Ticket | None) -> int | None:
+        """A page of these pools whose transfer the caller does not know to be done, or None."""
         for ticket in self._tickets:
-            if ticket is not after and not ticket.acknowledged and not ticket.pages.isdisjoint(pages):
-                return min(ticket.pages & pages)
+            if ticket is after or ticket.acknowledged:
+                continue
+            for name in names:
+                busy = ticket.moved.get(name, set()) & pages
+                if busy:
+                    return min(busy)
         return None
 
     def drain(self) -> None:

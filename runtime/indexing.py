@@ -26,9 +26,12 @@ def move(
     views: Mapping[str, Sequence[torch.Tensor]],
     direction: str,
     batch: Batch,
-    layers: Sequence[int] | None,
+    layers: Mapping[str | None, Sequence[int]] | None,
 ) -> None:
-    """Move a batch between `buffer` (uint8, all host bytes) and the bound tensors' byte views."""
+    """Move a batch between `buffer` (uint8, all host bytes) and the bound tensors' byte views.
+
+    `layers`: positions to move by layer list; under None [0] for components without layers, or nothing.
+    """
     pages, tokens = _ids(batch, program.sizes["page_size"])
     for part in program.device:
         if not program.present(part.ident):
@@ -37,7 +40,8 @@ def move(
         host = host_view(buffer, layout, part.ident, bound[0].shape[-1])
         host_axes = [*(axis for axis, _, _ in layout.part(part.ident).axes), "byte"]
         axes = [*(axis for axis, _, _ in part.axes), "byte"]
-        for layer in _layers(host, host_axes, layers):
+        wanted = None if layers is None else layers[program.lists[part.ident]]
+        for layer in _layers(host, host_axes, wanted):
             mine, mine_axes = _layer_of(host, host_axes, layer)
             tensor = bound[layer if part.table is not None else 0]
             theirs, their_axes = (tensor, axes) if part.table is not None else _layer_of(tensor, axes, layer)
@@ -72,9 +76,9 @@ def _ids(batch: Batch, page_size: int) -> tuple[Pairs, Pairs | None]:
 
 
 def _layers(host: torch.Tensor, axes: Sequence[str], layers: Sequence[int] | None) -> Sequence[int]:
-    """Positions to move; a component without a layer axis moves with the first layer."""
+    """Positions to move; a component without a layer axis has the position 0."""
     if "layer" not in axes:
-        return [0] if layers is None or 0 in layers else []
+        return [0] if layers is None else layers
     return range(host.shape[axes.index("layer")]) if layers is None else layers
 
 

@@ -1,4 +1,4 @@
-"""Launches the kernels of one program: ids and layers become parameters, parameters a launch.
+"""Launches kernels: ids and steps of one or more pools become parameters, parameters a launch.
 
 The blocks of parameters are made once and filled for each launch (the device takes a copy of them), and
 few ids travel inside them: submission is a matter of microseconds.
@@ -18,121 +18,134 @@ import torch
 from poolwright.runtime.driver import Driver, Kernels, Parameters, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.moves import Member, Place, Steps
 
-FEW_IDS = 128
-LAYER_CAPACITY = 256
+FEW = 256
+"""Numbers of page ids that travel in the parameters of a launch, all pools together (`Few` in prim.h)."""
+
+_IDS = struct.Struct("IIIIQQQqQ")
+"""`Ids` in prim.h."""
 
 
-class Place(NamedTuple):
-    """Where host pages lie for a launch: pinned host memory, or a slot of staging memory."""
+class Part(NamedTuple):
+    """What a launch moves of one pool; `steps`: in layer order, as these say."""
 
-    address: int
-    pages: int
+    member: int
+    place: Place
+    batch: Batch
+    steps: Steps | None = None
+
+
+class _Block:
+    """Parameters of one pool. `most`: ids that one launch can count, by unit; in layer order."""
+
+    def __init__(self, member: Member, align: int) -> None:
+        table = 0 if member.table is None else member.table.address
+        strides = () if member.binding is None else member.binding.strides
+        count = sum(step is None for part in member.program.device for _, _, step in part.axes)
+        self.page_size = member.program.sizes["page_size"]
+        self.view = (ctypes.c_int64 * (3 + count))(_signed(table), 0, 0, *strides)
+        self.ids = (ctypes.c_uint8 * _IDS.size)()
+        self.most = {
+            (unit, layered): member.program.ids_per_launch(unit, layered, align)
+            for unit in ("pages", "tokens")
+            for layered in (False, True)
+        }
 
 
 class Launcher:
-    """Launches kernels of a bound program. Not thread safe: its owner holds a lock."""
+    """Launches kernels of bound members. Not thread safe: its owner holds a lock."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        kernels: Kernels,
-        program: SizedProgram,
-        align: int,
-        table: int,
-        strides: Sequence[int],
-    ):
-        self._driver, self._kernels, self._program = driver, kernels, program
-        self._most = {w.name: program.ids_per_launch(w.name, align) for w in program.walks}
-        self._view = (ctypes.c_int64 * (3 + len(strides)))(_signed(table), 0, 0, *strides)
-        self._few = (ctypes.c_uint32 * (2 * FEW_IDS))()
-        self._listed = (ctypes.c_uint64 * 2)()
-        self._tokens = (ctypes.c_int64 * 5)()
-        self._count = ctypes.c_uint32()
-        self._layers = (ctypes.c_uint32 * (1 + LAYER_CAPACITY))()
-        self._done = ctypes.c_uint64()
-        kinds: dict[str, ctypes._CData] = {"few": self._few, "listed": self._listed, "tokens": self._tokens}
-        self._bulk = {k: Parameters(self._view, ids, self._count) for k, ids in kinds.items()}
-        self._layered = {
-            k: Parameters(self._view, ids, self._count, self._layers, self._done) for k, ids in kinds.items()
-        }
-        self._ready: dict[tuple[str, str, str, bool], Callable[[Stream], None]] = {}
+    def __init__(self, driver: Driver, kernels: Kernels, members: Sequence[Member], align: int) -> None:
+        self._driver, self._kernels = driver, kernels
+        self._blocks = [_Block(member, align) for member in members]
+        inside = [
+            block
+            for member, block in zip(members, self._blocks, strict=True)
+            if member.program.device  # else the kernels know nothing of it
+        ]
+        self._few = (ctypes.c_uint32 * FEW)()
+        self._steps, self._done = ctypes.c_uint32(), ctypes.c_uint64()
+        blocks = [each for block in inside for each in (block.view, block.ids)]
+        self._bulk = Parameters(*blocks, self._few)
+        self._layered = Parameters(*blocks, self._few, self._steps, self._done)
+        self._ready: dict[tuple[str, str], Callable[[Stream], None]] = {}
+        self._used: list[_Block] = []
         self._arrivals = dict(kernels.grid)
 
     def launch(
         self,
         direction: str,
         purpose: str,
-        place: Place,
-        batch: Batch,
-        layers: Sequence[int] | None,
+        parts: Sequence[Part],
         stream: Stream,
         keep: list[object],
+        steps: int = 0,
         done: int = 0,
     ) -> int:
-        """Move all ids, bulk or the layers at these positions; `done`: address of a counter for each.
+        """Move all ids of all parts; in layer order in so many `steps`, counted from address `done` on.
 
-        Returns how many blocks count each layer. `keep` takes what must stay alive until the launch has
+        Returns how many blocks count each step. `keep` takes what must stay alive until the launch has
         run, also when it fails.
         """
-        walk = batch.unit if layers is None else f"layer_{batch.unit}"
-        kind = self._ids(batch, stream, keep)
-        count = len(batch.host)
-        if batch.unit == "tokens" and batch.on_device is not None:
-            count *= self._program.sizes["page_size"]
-        if count > self._most[walk]:
-            raise PoolError(f"{count} {batch.unit} are more than one launch can count; move fewer at once")
-        self._view[1], self._view[2] = place
-        self._count.value = count
-        launch = self._ready.get((direction, purpose, kind, layers is None))
+        layered = parts[0].steps is not None
+        for block in self._used:
+            ctypes.memset(block.ids, 0, _IDS.size)
+        self._used = [self._blocks[part.member] for part in parts]
+        few, unit = 0, "pages"
+        for (_, place, batch, order), block in zip(parts, self._used, strict=True):
+            count = len(batch.host)
+            here = self._steps_of(order, stream, keep) if layered else 0
+            if batch.unit == "pages" and batch.on_device is None and few + 2 * count <= FEW:
+                _packer(2 * count)(self._few, 4 * few, *batch.host, *batch.device)
+                _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
+                few += 2 * count
+            else:
+                count = self._listed(block, batch, here, stream, keep)
+                unit = "tokens" if batch.unit == "tokens" else unit
+            if count > block.most[batch.unit, layered]:
+                raise PoolError(
+                    f"{count} {batch.unit} are more than one launch can count; move fewer at once"
+                )
+            block.view[1], block.view[2] = place
+        if layered:
+            self._steps.value, self._done.value = steps, done
+        name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
+        launch = self._ready.get((name, purpose))
         if launch is None:
-            launch = self._prepare(direction, purpose, kind, walk, layers is None)
-        if layers is None:
-            launch(stream)
-            return self._arrivals[purpose]
-        for first in range(0, len(layers), LAYER_CAPACITY):
-            part = layers[first : first + LAYER_CAPACITY]
-            self._layers[0] = len(part)
-            self._layers[1 : 1 + len(part)] = list(part)
-            self._done.value = done + 4 * first if done else 0
-            launch(stream)
+            params = self._layered if layered else self._bulk
+            launch = self._ready[name, purpose] = self._kernels.prepare(name, purpose, params)
+        launch(stream)
         return self._arrivals[purpose]
 
-    def _prepare(
-        self, direction: str, purpose: str, kind: str, walk: str, bulk: bool
-    ) -> Callable[[Stream], None]:
-        name = f"{direction}_{walk}_few" if kind == "few" else f"{direction}_{walk}"
-        params = (self._bulk if bulk else self._layered)[kind]
-        made = self._kernels.prepare(name, purpose, params)
-        self._ready[direction, purpose, kind, bulk] = made
-        return made
-
-    def _ids(self, batch: Batch, stream: Stream, keep: list[object]) -> str:
-        """Fill the ids' block; returns its kind."""
-        count = len(batch.host)
-        if batch.unit == "pages" and batch.on_device is None and count <= FEW_IDS:
-            pack = _packer(count)
-            pack(self._few, 0, *batch.host)
-            pack(self._few, 4 * FEW_IDS, *batch.device)
-            return "few"
-        on_device = batch.on_device
+    def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
+        """Fill in ids that lie in device memory; how many there are."""
+        count, on_device = len(batch.host), batch.on_device
         lists = array("I", batch.host + batch.device)
         memory = self._driver.allocate(4 * max(len(lists), 1))
         keep.append(memory)
         self._driver.upload(memory.address, lists, stream)
         second = memory.address + 4 * count
         if batch.unit == "pages":
-            self._listed[0] = memory.address
-            self._listed[1] = second if on_device is None else on_device.data_ptr()
-            return "listed"
-        self._tokens[0], self._tokens[1] = _signed(memory.address), _signed(second)
-        self._tokens[2] = self._tokens[3] = self._tokens[4] = 0
+            second = second if on_device is None else on_device.data_ptr()
+            _IDS.pack_into(block.ids, 0, count, 0, 0, 0, memory.address, second, 0, 0, steps)
+            return count
+        address, step, wide = 0, 0, False
         if on_device is not None:
-            self._tokens[2] = _signed(on_device.data_ptr())
-            self._tokens[3] = on_device.stride(0)
-            self._tokens[4] = int(on_device.dtype == torch.int64)
-        return "tokens"
+            count *= block.page_size
+            address, step, wide = on_device.data_ptr(), on_device.stride(0), on_device.dtype == torch.int64
+        _IDS.pack_into(block.ids, 0, count, 0, 1, wide, memory.address, second, address, step, steps)
+        return count
+
+    def _steps_of(self, steps: Steps | None, stream: Stream, keep: list[object]) -> int:
+        """Where the device has the numbers. They are written once, in the stream of every later load."""
+        assert steps is not None
+        keep.append(steps)
+        if steps.memory is None:
+            memory = self._driver.allocate(4 * max(len(steps.numbers), 1))
+            self._driver.upload(memory.address, steps.numbers, stream)
+            steps.memory = memory
+        return steps.memory.address
 
 
 @functools.cache

@@ -6,17 +6,19 @@ A generated class adds what its spec decides: the constructor, the formulas, the
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from poolwright.runtime import choice, env, indices
 from poolwright.runtime import program as programs
-from poolwright.runtime.backend import Backend
+from poolwright.runtime.backend import Backend, Code
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.choice import Availability, Work
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
@@ -24,24 +26,62 @@ from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
+from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
-from poolwright.runtime.staging import Ring
+from poolwright.runtime.staging import SLOTS
 from poolwright.runtime.ticket import Ticket
-from poolwright.runtime.transfer import Transfers
+from poolwright.runtime.transfer import Transfers, together
 
 PAGE_ALIGN = 256
 GIB = 1 << 30
+ANY_PAGES = 1 << 31
+"""Device pages of a pool that has no bytes: any id that kernels could take."""
 
 
 @dataclass(frozen=True)
 class RequiredBytes:
-    """What a pool will take: `pages`, host memory, staging memory on the device, one page."""
+    """What a pool will take: `pages`, host memory, staging memory on the device, one page.
+
+    `program`: the pool with these sizes filled in.
+    """
 
     pages: int
     host: int
     staging: int
     page: int
+    program: SizedProgram = field(repr=False)
+
+
+class Shared:
+    """What pools that move together have in common: code, transfers, one end. A lone pool has its own.
+
+    `group`: the name of the group, `member`: that of the pool which is being built.
+    """
+
+    def __init__(self, code: Code, group: str | None = None) -> None:
+        self.code, self.group, self.owner = code, group, os.getpid()
+        self.transfers = Transfers(code, code.name)
+        self.member: str | None = None
+        # Held by the finalizer, the transfers outlive pools that are dropped with work in flight.
+        self._end = weakref.finalize(self, _close, self.transfers, self.owner)
+
+    def end(self) -> None:
+        """Give everything back, after everything in flight. Again: nothing happens."""
+        self._end()
+
+    @property
+    def ended(self) -> bool:
+        return not self._end.alive
+
+
+def _close(transfers: Transfers, owner: int) -> None:
+    if os.getpid() == owner:  # in a fork the device is the parent's
+        transfers.close()
+
+
+being_built: ContextVar[Shared | None] = ContextVar("being_built", default=None)
+"""Set by a group while it builds its pools: they share what is in it."""
 
 
 class HostPool:
@@ -53,7 +93,7 @@ class HostPool:
 
     spec: ClassVar[PoolSpec]
     STAGING_BYTES: ClassVar[int] = 64 << 20
-    STAGING_SLOTS: ClassVar[int] = 2
+    STAGING_SLOTS: ClassVar[int] = SLOTS
 
     can_use_write_back_jit: bool
     staging: Memory | None
@@ -77,55 +117,58 @@ class HostPool:
         require: str | None,
         hugepages: bool | None,
     ) -> None:
-        _whole(self.spec, "staging_bytes", staging_bytes, 0)
-        if capture_bytes is not None:
-            _whole(self.spec, "capture_bytes", capture_bytes, 0)
-        lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
-        self.layers = lists["layers"]
+        self.lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
         self.layout, self.form, self.page_size = layout, form, page_size
         self.dtypes = dict(dtypes)
         self.device = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
-        self.program = self.sized(params, dtypes, lists, variants, page_size, layout, form)
+        self.program = self.sized(params, dtypes, self.lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
+        self.layers = _layers_of(self.program, self.lists)
         self.page_num = _capacity(self.spec, self.program, capacity_pages, capacity_bytes)
         self.size = self.page_num * page_size
         self.page_bytes = self.host_layout(self.page_num).page_bytes
-        # A write-back of rows that change is captured in staging: that is what capture_bytes bounds.
-        in_place = self.spec.updates == "in_place"
-        self.staging_bytes = staging_bytes if capture_bytes is None or not in_place else capture_bytes
-        self._owner = os.getpid()
+        self.staging_bytes = _staging_bound(self.spec, staging_bytes, capture_bytes)
+        self._followers: tuple[HostPool, ...] = ()  # pools of a group that take this one's ids
+        self._source: str | None = None  # the pool whose ids this one takes
         self._bound: Binding | None = None
         self._limits: indices.Limits | None = None
         self._forced = env.text("PATH")
         if env.text("TWIN") == "lanes" and self._forced == "auto" and self.device.type == "cpu":
             self._forced = "zero_copy"  # the kernels, played lane by lane
         self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
-        self._destroyed = False
-        self._backend = Backend(self.program, self.device, require)
+        shared = being_built.get() or Shared(Code(self.program, self.device, require))
+        self._shared, self._transfers = shared, shared.transfers
+        self.name = shared.member or self.spec.name
+        self._backend = Backend(self.program, self.device, shared.code)
         whole = self.host_layout(self.page_num)
         nbytes = whole.nbytes
         available = available_host_bytes()
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
             raise OutOfMemoryBudget(f"{self.spec.name}: host memory", nbytes, available, advice)
-        self._buffer = HostBuffer(
+        buffer = HostBuffer(
             nbytes,
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
-            numa_node=self._backend.numa_node(),
-            registrar=self._backend.registrar(),
+            numa_node=shared.code.numa_node(),
+            registrar=shared.code.registrar(),
             units=_units(whole, self.page_num),
             chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
         )
-        self.kv_buffer = self._buffer.tensor
-        address = self._buffer.device_address(0) if nbytes else 0
-        self._slots = Slots(self.page_num, page_size, self.spec.name)
-        self._transfers = Transfers(
-            self._backend.engine(), self.program, address, self.kv_buffer, self.page_num
-        )
-        self._init_write_back_staging_buffers()
-        self._transfers.use_ring(self._ring(), self._buffer.borders)
-        # Held by the finalizer, both outlive a pool that is dropped with work in flight.
-        self._end = weakref.finalize(self, _end, self._transfers, self._buffer, self._owner)
+        try:
+            self._init_write_back_staging_buffers()
+            self._number = self._join(buffer)
+            self._numbers: tuple[int, ...] = (self._number,)  # with those of the pools that take its ids
+        except BaseException:
+            buffer.destroy()
+            raise
+        self.kv_buffer = buffer.tensor
+        self._slots = Slots(self.page_num, page_size, self.name)
+
+    def _join(self, buffer: HostBuffer) -> int:
+        """Become a member of what moves together; its number there."""
+        address = buffer.device_address(0) if buffer.nbytes else 0
+        places = (buffer, address, self.page_num, self.lists, self.layers, self._ring())
+        return self._transfers.add(Member(self.name, self.program, *places))
 
     # ---- sizes
 
@@ -175,13 +218,14 @@ class HostPool:
         capacity_pages: int | None,
         capacity_bytes: int | None,
         staging_bytes: int,
+        capture_bytes: int | None,
     ) -> RequiredBytes:
         program = cls.sized(params, dtypes, layers, variants, page_size, layout, form)
         pages = _capacity(cls.spec, program, capacity_pages, capacity_bytes)
         host = program.host(pages)
-        slot = _slot_pages(program, pages, staging_bytes, cls.STAGING_SLOTS)
-        staging = cls.STAGING_SLOTS * indices_align(program.host(slot).nbytes)
-        return RequiredBytes(pages, host.nbytes, staging, host.page_bytes)
+        slot = _slot_pages(program, pages, _staging_bound(cls.spec, staging_bytes, capture_bytes))
+        staging = 0 if host.page_bytes == 0 else SLOTS * indices_align(program.host(slot).nbytes)
+        return RequiredBytes(pages, host.nbytes, staging, host.page_bytes, program)
 
     def host_layout(self, pages: int) -> HostLayout:
         """Offsets and strides of a buffer of so many pages in this pool's layout."""
@@ -191,7 +235,8 @@ class HostPool:
     def format_tag(self) -> str:
         """Names the bytes of a page: equal tags mean that pages of two pools are interchangeable."""
         spec, sizes = self.spec, self.sizes
-        facts = [spec.name, f"page_size={self.page_size}", f"layers={sizes['layers']}", *spec.tag]
+        layers = [f"{name}={sizes[name]}" for name in spec.layer_lists]
+        facts = [spec.name, f"page_size={self.page_size}", *layers, *spec.tag]
         for c in spec.components:
             dims = ",".join(f"{dim}={sizes[f'extent_{c.ident}_{dim}']}" for dim in c.dims)
             dtype = self.dtypes[c.group] if c.group else c.dtype
@@ -212,21 +257,23 @@ class HostPool:
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Ids of free pages (int64, CPU), or None when the pool is full. `need_size` counts ids."""
-        self._alive()
-        return self._slots.alloc(need_size)
+        return self._own_slots("alloc").alloc(need_size)
 
     def free(self, ids: torch.Tensor, after: Ticket | None = None) -> int:
         """Give whole pages back; returns how many ids. Later transfers of them run behind `after`."""
-        self._alive()
-        pages = self._slots.pages_of(ids)
-        busy = self._transfers.in_flight(set(pages.tolist()), after)
+        self._slots.free_pages(self._freeable(ids, after))
+        return ids.numel()
+
+    def _freeable(self, ids: torch.Tensor, after: Ticket | None) -> torch.Tensor:
+        """The pages of `ids`, which may be freed. Raises ValueError."""
+        pages = self._own_slots("free").pages_of(ids)
+        busy = self._transfers.in_flight(self._numbers, set(pages.tolist()), after)
         if busy is not None:
             raise ValueError(
-                f"{self.spec.name}: page {busy} is in flight; wait for its ticket, detach() it, "
+                f"{self.name}: page {busy} is in flight; wait for its ticket, detach() it, "
                 f"or pass after=ticket"
             )
-        self._slots.free_pages(pages)
-        return ids.numel()
+        return pages
 
     def available_size(self) -> int:
         """Free ids."""
@@ -234,9 +281,15 @@ class HostPool:
 
     def clear(self) -> None:
         """Take every page back, after everything in flight. Bytes stay as they are."""
-        self._alive()
+        slots = self._own_slots("clear")
         self._transfers.drain()
-        self._slots.clear()
+        slots.clear()
+
+    def _own_slots(self, call: str) -> Slots:
+        self._alive()
+        if self._source is not None:
+            raise ValueError(f"{self.name} has no slots of its own: {call} those of {self._source}")
+        return self._slots
 
     # ---- device tensors
 
@@ -247,25 +300,33 @@ class HostPool:
         component and dimension, for a missing component and for a tensor that belongs to none.
         """
         self._alive()
-        bound = self._backend.bind(self, tensors, self.layers if layer_ids is None else tuple(layer_ids))
-        self._backend.compile(bound.align)
-        self._transfers.bind(bound, self._backend.engine())
-        self._bound = bound
-        self._choices.clear()
-        self._limits = indices.Limits(
-            pool=self.spec.name,
-            page_size=self.page_size,
-            host_pages=self.page_num,
-            device_pages=bound.pages,
-            reserved=self.spec.reserved,
-            tokens=self.program.tokens,
-            device=self.device,
-        )
+        ids = None if layer_ids is None else tuple(layer_ids)
+        self._take({self._number: (self, self._backend.bind(self, tensors, ids))})
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
         """`bind` anew, after everything in flight."""
         self._transfers.drain()
         self.bind(tensors, layer_ids)
+
+    def _take(self, bound: Mapping[int, tuple[HostPool, Binding]]) -> None:
+        """Use these bindings of this pool, and of others that move with it, from now on."""
+        transfers = self._transfers
+        kept = [m.binding for n, m in enumerate(transfers.members) if n not in bound and m.binding]
+        new = [binding for _, binding in bound.values()]
+        self._shared.code.compile(math.gcd(16, *(binding.align for binding in (*kept, *new))))
+        transfers.bind({number: binding for number, (_, binding) in bound.items()})
+        for pool, binding in bound.values():
+            pool._bound = binding
+            pool._choices.clear()
+            pool._limits = indices.Limits(
+                pool=pool.name,
+                page_size=pool.page_size,
+                host_pages=pool.page_num,
+                device_pages=binding.pages if binding.views else ANY_PAGES,
+                reserved=pool.spec.reserved,
+                tokens=pool.program.tokens,
+                device=pool.device,
+            )
 
     # ---- transfers
 
@@ -281,10 +342,8 @@ class HostPool:
         qos: str | None = None,
     ) -> Ticket:
         """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows."""
-        self._check_qos(qos)
-        ids = self._batch(host, device, unit, validate, True)
-        taken = self._choose("write_back", ids, path, False)
-        return self._transfers.submit("write_back", ids, taken, self._caller(producer))
+        moves = self._moves("write_back", host, device, unit, validate, path, qos)
+        return self._transfers.submit("write_back", moves, self._caller(producer))
 
     def load(
         self,
@@ -303,31 +362,71 @@ class HostPool:
 
         `layers`: only these layer ids. `readers`: the stream that still reads the device rows.
         """
-        if order not in ("bulk", "layer"):
-            raise ValueError(f"{self.spec.name}: order: expected layer or bulk, got {order!r}")
-        ordered = order == "layer" and self.program.has_layers
-        positions = self._positions(layers) if ordered or layers is not None else None
-        named = [] if positions is None else [self.layers[position] for position in positions]
-        self._check_qos(qos)
-        ids = self._batch(host, device, unit, validate, False)
-        taken = self._choose("load", ids, path, positions is not None)
-        return self._transfers.submit("load", ids, taken, self._caller(readers), positions, named)
+        steps = self._transfers.ordered(self._numbers, order, layers)
+        moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
+        return self._transfers.submit("load", moves, self._caller(readers), steps)
+
+    def _moves(
+        self,
+        direction: str,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        unit: str,
+        validate: str,
+        path: str | Mapping[str, str] | None,
+        qos: str | None,
+        layered: bool = False,
+    ) -> list[Move]:
+        """This pool's part of a submission, and that of the pools which take its ids. Raises ValueError."""
+        if qos not in (None, "background", "urgent"):
+            raise ValueError(f"{self.name}: qos: expected background or urgent, got {qos!r}")
+        if self._source is not None:
+            raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
+        batch = self._batch(host, device, unit, validate, direction == "write_back")
+        moves = [self._move(direction, batch, path, layered)]
+        for pool in self._followers:
+            ids = batch
+            if not pool._takes(batch, self):
+                ids = pool._batch(host, device, unit, validate, direction == "write_back")
+            moves.append(pool._move(direction, ids, path, layered))
+        return moves
+
+    def _move(
+        self, direction: str, batch: indices.Batch, path: str | Mapping[str, str] | None, layered: bool
+    ) -> Move:
+        wanted = path if path is None or isinstance(path, str) else path.get(self.name)
+        return Move(self._number, self.name, batch, self._choose(direction, batch, wanted, layered))
+
+    def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
+        """Whether ids that were checked for `other` are checked for this pool, too."""
+        mine, theirs = self._limits, other._limits
+        return (
+            mine is not None
+            and theirs is not None
+            and batch.unit == "pages"
+            and mine.page_size == theirs.page_size
+            and mine.device_pages >= theirs.device_pages
+            and set(mine.reserved) <= set(theirs.reserved)
+        )
 
     def path_report(self) -> tuple[Availability, ...]:
         """Every path: whether it can run here; when not, why, and the command that mends it."""
-        return self._backend.report()
+        return self._shared.code.report()
 
     def destroy(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens.
 
         Raises PoolError when something in flight failed; everything is given back all the same.
         """
-        if self._destroyed:
-            return
-        self._destroyed = True
+        if self._shared.group is not None:
+            raise PoolError(f"{self.name} belongs to the group {self._shared.group}: destroy the group")
+        self._forget()
+        self._shared.end()
+
+    def _forget(self) -> None:
+        """Let go of what is given back with the pool."""
         self._bound, self.staging = None, None
-        del self.kv_buffer
-        self._end()
+        self.__dict__.pop("kv_buffer", None)
 
     # ---- names that engines know
 
@@ -371,10 +470,10 @@ class HostPool:
 
     def _staging_capacity(self) -> int:
         """Pages of one staging slot."""
-        return _slot_pages(self.program, self.page_num, self.staging_bytes, self.STAGING_SLOTS)
+        return _slot_pages(self.program, self.page_num, self.staging_bytes)
 
     def _allocate_staging(self, slot_bytes: int) -> Memory:
-        return self._backend.driver.allocate(self.STAGING_SLOTS * indices_align(slot_bytes))
+        return self._backend.driver.allocate(SLOTS * indices_align(slot_bytes))
 
     def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
         """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None
@@ -387,20 +486,20 @@ class HostPool:
         if self.staging is None:
             return None
         slot = indices_align(self.host_layout(self.staging_pages).nbytes)
-        return Ring(self.staging, self.STAGING_SLOTS, self.staging_pages, slot, [None] * self.STAGING_SLOTS)
+        return Ring(self.staging, self.staging_pages, slot)
 
     def _alive(self) -> None:
-        if self._destroyed:
-            raise PoolError(f"{self.spec.name}: the pool is destroyed; build a new one")
-        if os.getpid() != self._owner:
-            raise WrongProcess(f"pool {self.spec.name}", self._owner, os.getpid())
+        if self._shared.ended:
+            raise PoolError(f"{self.name}: the pool is destroyed; build a new one")
+        if os.getpid() != self._shared.owner:
+            raise WrongProcess(f"pool {self.name}", self._shared.owner, os.getpid())
 
     def _batch(
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool
     ) -> indices.Batch:
         self._alive()
         if self._limits is None:
-            raise PoolError(f"{self.spec.name}: no device tensors; call bind() before a transfer")
+            raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
         return indices.batch(self._limits, host, device, unit, validate, writes_host)
 
     def _choose(self, direction: str, batch: indices.Batch, path: str | None, layered: bool) -> str:
@@ -428,38 +527,10 @@ class HostPool:
         try:
             return choice.choose(work, self.path_report(), forced)
         except ValueError as error:
-            raise ValueError(f"{self.spec.name}: {error}") from None
-
-    def _positions(self, layers: Iterable[int] | None) -> Sequence[int]:
-        if layers is None:
-            return range(len(self.layers))
-        if not self.program.has_layers:
-            raise ValueError(f"{self.spec.name}: no component has layers here; load without layers=")
-        positions = []
-        for layer in layers:
-            if layer not in self.layers:
-                raise ValueError(f"{self.spec.name}: layer {layer} is not one of {list(self.layers)}")
-            if self.layers.index(layer) in positions:
-                raise ValueError(f"{self.spec.name}: layer {layer} stands twice in one list")
-            positions.append(self.layers.index(layer))
-        return positions
-
-    def _check_qos(self, qos: str | None) -> None:
-        if qos not in (None, "background", "urgent"):
-            raise ValueError(f"{self.spec.name}: qos: expected background or urgent, got {qos!r}")
+            raise ValueError(f"{self.name}: {error}") from None
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
-
-
-def _end(transfers: Transfers, buffer: HostBuffer, owner: int) -> None:
-    """What is left to do when a pool goes, destroyed or dropped."""
-    if os.getpid() != owner:
-        return  # in a fork the device is the parent's
-    try:
-        transfers.drain()
-    finally:
-        buffer.destroy()
 
 
 def _units(host: HostLayout, pages: int) -> list[Units]:
@@ -472,10 +543,25 @@ def indices_align(nbytes: int) -> int:
     return -(-nbytes // PAGE_ALIGN) * PAGE_ALIGN
 
 
-def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int, slots: int) -> int:
+def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None) -> int:
+    """Bytes of all slots together. A write-back of rows that change is captured in staging memory: that is
+    what capture_bytes bounds. Raises ValueError."""
+    _whole(spec, "staging_bytes", staging_bytes, 0)
+    if capture_bytes is not None:
+        _whole(spec, "capture_bytes", capture_bytes, 0)
+    return staging_bytes if capture_bytes is None or spec.updates != "in_place" else capture_bytes
+
+
+def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int) -> int:
     """Pages of one slot: all slots together stay within the bound, but one page always fits."""
     page = max(program.host(1).nbytes, 1)
-    return max(1, min(pages, staging_bytes // slots // page))
+    return max(1, min(pages, staging_bytes // SLOTS // page))
+
+
+def _layers_of(program: SizedProgram, lists: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The layers of all components that are there; without any, those given as `layers`."""
+    used = {name: lists[name] for ident, name in program.lists.items() if name and program.present(ident)}
+    return together(list(used.values())) if used else lists.get("layers", ())
 
 
 def _layer_ids(spec: PoolSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]:

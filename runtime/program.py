@@ -70,20 +70,41 @@ class SizedProgram:
                 return dtype_named(str(component.dtype)).itemsize
         return 1
 
+    @property
+    def programs(self) -> tuple[SizedProgram, ...]:
+        """What is compiled together: this program alone."""
+        return (self,)
+
+    @cached_property
+    def lists(self) -> Mapping[str, str | None]:
+        """The layer list of each placed component by its ident, in order; None: it has no layers."""
+        held = {name: record for record in self.spec.records for name in record.holds}
+        named = {held[c.name].ident if c.name in held else c.ident: c.layers for c in self.spec.components}
+        return {part.ident: named[part.ident] for part in self.device}
+
+    @cached_property
+    def columns(self) -> tuple[str | None, ...]:
+        """What a step in layer order says of this pool: see `columns` in its kernels.cu."""
+        named = [name for name in dict.fromkeys(self.lists.values()) if name is not None]
+        return (*named, *([None] if None in self.lists.values() else []))
+
     def defines(self, align: int) -> tuple[tuple[str, str], ...]:
         """Macros that make a program of the generated sources."""
+        return (("PW_ALIGN", str(align)), *self.constants())
+
+    def constants(self, of: str = "") -> tuple[tuple[str, str], ...]:
+        """The macros of this pool; `of`: what their names end with in a group."""
         names = [
             n for p in self.spec.params for n in ([p.name] if p.length is None else _listed(p.name, p.length))
         ]
-        names += ["page_size", "layers", *self.spec.layer_lists]
+        names += ["page_size", *self.spec.layer_lists]
         names += [f"itemsize_{group}" for group in self.spec.dtypes]
         family = "_".join(self.variants[name] for name in self.spec.variants)
         program = self.spec.programs[self.form, self.layout].name
         qualified = f"{family}::{program}" if family else program
         return (
-            ("PW_PROGRAM", qualified),
-            ("PW_ALIGN", str(align)),
-            *((f"PW_{name}", str(self.sizes[name])) for name in names),
+            (f"PW_PROGRAM{of}", qualified),
+            *((f"PW_{name}{of}", str(self.sizes[name])) for name in names),
         )
 
     def unit(self, kind: str, align: int) -> jit.Unit:
@@ -115,10 +136,37 @@ class SizedProgram:
                     f"pool.py says {here[at]}; the generated files do not belong together (`codegen build`)"
                 )
 
-    def ids_per_launch(self, walk: str, align: int) -> int:
-        """How many ids one launch may take, by its work counter alone."""
-        work = [w.runs * w.atom // w.vector(align) for w in self.walks if w.name == walk and w.runs * w.atom]
-        return MAX_LANES_WORK // max(work, default=1)
+    def ids_per_launch(self, unit: str, layered: bool, align: int) -> int:
+        """How many ids one launch may take, by its work counters alone; in layer order it counts a step."""
+        most = MAX_LANES_WORK
+        for ident in self.lists:
+            found = {w.name: w for w in self.walks if w.ident == ident}
+            walk = found.get(f"layer_{unit}" if layered else unit) or found.get(unit)
+            if walk is not None and walk.runs * walk.atom:
+                most = min(most, MAX_LANES_WORK // (walk.runs * walk.atom // walk.vector(align)))
+        return most
+
+
+@dataclass(frozen=True)
+class GroupProgram:
+    """Programs of a group's pools by member, compiled together. `folder`: where the group's sources lie."""
+
+    name: str
+    folder: Path
+    parts: tuple[str, ...]
+    members: Mapping[str, SizedProgram]
+
+    @property
+    def programs(self) -> tuple[SizedProgram, ...]:
+        return tuple(self.members.values())
+
+    def unit(self, kind: str, align: int) -> jit.Unit:
+        """What to compile: ``lanes`` of host.cpp, or one part of kernels.cu (`parts`)."""
+        extra = ("PW_LANES", "1") if kind == "lanes" else ("PW_PART", str(1 + self.parts.index(kind)))
+        source = "host.cpp" if kind == "lanes" else "kernels.cu"
+        constants = [c for name, program in self.members.items() for c in program.constants(f"_OF_{name}")]
+        defines = (("PW_ALIGN", str(align)), *constants, extra)
+        return jit.Unit(f"{self.name}-{kind}", self.folder / source, defines)
 
 
 def _listed(name: str, length: int) -> list[str]:

@@ -1,42 +1,27 @@
 """The staged path: kernels between device rows and a ring of staging slots, the copy engine to the host.
 
-A slot holds whole pages in the host's layout, so every range of a page is one copy, and neighbouring host
-pages merge into longer ones. While the copy engine empties one slot, kernels fill the next.
+Every pool has staging memory of its own, in equal slots; those of all pools are used in step. A slot holds
+whole pages in the host's layout, so every range of a page is one copy, and neighbouring host pages merge
+into longer ones. While the copy engine empties one slot, kernels fill the next.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 
-from poolwright.runtime.description import HostLayout
-from poolwright.runtime.driver import Driver, Event, Memory, Stream
+from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
-from poolwright.runtime.launch import Launcher, Place
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.launch import Launcher, Part
+from poolwright.runtime.moves import Member, Move, Place, Ring
 
+SLOTS = 2
 SMALLEST_CHUNK = 2 << 20
 CHUNKS = 8
 """A transfer is cut into about so many chunks: enough to overlap both stages, few enough to submit."""
-
-
-@dataclass
-class Ring:
-    """Slots of staging memory, used in turn; `free[i]`: the event after which slot i may be overwritten."""
-
-    memory: Memory
-    slots: int
-    slot_pages: int
-    slot_bytes: int
-    free: list[Event | None] = field(default_factory=list)
-    turn: int = 0
-
-    def take(self) -> tuple[int, int]:
-        """(number, address) of the next slot."""
-        slot = self.turn
-        self.turn = (slot + 1) % self.slots
-        return slot, self.memory.address + slot * self.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -48,112 +33,149 @@ class _Span:
     nbytes: int
 
 
-class Staging:
-    """Moves batches through a ring."""
+class _Stage:
+    """A member's slots, and where the ranges of its pages lie on both sides."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        program: SizedProgram,
-        ring: Ring,
-        host: HostLayout,
-        host_address: int,
-        borders: Sequence[int] = (),
-    ) -> None:
-        self._driver, self._program, self._ring = driver, program, ring
-        self._host_address, self._borders = host_address, borders
-        self._page_bytes = max(host.page_bytes, 1)
-        inside = program.host(ring.slot_pages)
-        self._spans = tuple(
-            _Span(here, there, outer.nbytes)
-            for outer, inner in zip(host.ranges, inside.ranges, strict=True)
-            if outer.nbytes and (outer.ident is None or program.present(outer.ident))
+    def __init__(self, member: Member, ring: Ring) -> None:
+        self.member, self.ring = member, ring
+        self.page_bytes = max(member.layout.page_bytes, 1)
+        inside = member.program.host(ring.slot_pages)
+        self.spans = tuple(
+            _Span(member.place.address + here, there, outer.nbytes)
+            for outer, inner in zip(member.layout.ranges, inside.ranges, strict=True)
+            if outer.nbytes and (outer.ident is None or member.program.present(outer.ident))
             for here, there in zip(outer.starts, inner.starts, strict=True)
         )
 
-    def write_back(
-        self, launcher: Launcher, batch: Batch, stream: Stream, copies: Stream, keep: list[object]
-    ) -> Event:
-        """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
-        driver, ring = self._driver, self._ring
-        gathered: Event = None
-        for chunk in self._chunks(batch):
-            slot, base = ring.take()
-            free = ring.free[slot]
-            if free is not None:
-                driver.wait(stream, free)
-            place = Place(base, ring.slot_pages)
-            launcher.launch("write_back", "gather", place, _inside(chunk), None, stream, keep)
-            gathered = driver.record(stream)
-            driver.wait(copies, gathered)
-            host, staged, sizes = self._copies(chunk.host, base)
-            driver.copy(host, staged, sizes, copies, inward=False)
-            ring.free[slot] = driver.record(copies)
-        driver.wait(stream, driver.record(copies))
-        return gathered
+    def chunks(self, batch: Batch, capture: bool) -> Iterator[Batch]:
+        """Parts of a batch that fit a slot, in the order of their host pages, so that runs merge.
 
-    def load(
-        self, launcher: Launcher, batch: Batch, stream: Stream, copies: Stream, keep: list[object]
-    ) -> None:
-        """Copy in `copies`, scatter in `stream`."""
-        driver, ring = self._driver, self._ring
-        driver.wait(copies, driver.record(stream))
-        for chunk in self._chunks(batch):
-            slot, base = ring.take()
-            free = ring.free[slot]
-            if free is not None:
-                driver.wait(copies, free)
-            host, staged, sizes = self._copies(chunk.host, base)
-            driver.copy(staged, host, sizes, copies, inward=True)
-            driver.wait(stream, driver.record(copies))
-            place = Place(base, ring.slot_pages)
-            launcher.launch("load", "scatter", place, _inside(chunk), None, stream, keep)
-            ring.free[slot] = driver.record(stream)
-
-    def hold(self, event: Event) -> None:
-        """Use no slot before `event`, which is behind everything submitted so far."""
-        self._ring.free[:] = [event] * self._ring.slots
-
-    def _chunks(self, batch: Batch) -> list[Batch]:
-        """Parts of a batch that fit a slot, in the order of their host pages, so that runs merge."""
-        count = len(batch.host)
-        wanted = max(SMALLEST_CHUNK, count * self._page_bytes // CHUNKS) // self._page_bytes
-        size = max(1, min(self._ring.slot_pages, wanted))
+        Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
+        """
+        count, size = len(batch.host), self.ring.slot_pages
+        if not capture:
+            wanted = max(SMALLEST_CHUNK, count * self.page_bytes // CHUNKS) // self.page_bytes
+            size = max(1, min(size, wanted))
         if batch.on_device is not None:
             span = len(batch.on_device) // count
-            return [
-                batch._replace(
-                    host=batch.host[i : i + size],
-                    on_device=batch.on_device[i * span : (i + size) * span],
-                )
-                for i in range(0, count, size)
-            ]
+            for i in range(0, count, size):
+                part = batch.on_device[i * span : (i + size) * span]
+                yield batch._replace(host=batch.host[i : i + size], on_device=part)
+            return
         order = sorted(range(count), key=batch.host.__getitem__)
         host = [batch.host[i] for i in order]
         device = [batch.device[i] for i in order]
-        return [
-            batch._replace(host=host[i : i + size], device=device[i : i + size])
-            for i in range(0, count, size)
+        for i in range(0, count, size):
+            yield batch._replace(host=host[i : i + size], device=device[i : i + size])
+
+
+@dataclass
+class _Chunk:
+    """One launch and one batch of copies: what goes through one slot of every pool."""
+
+    parts: list[Part]
+    host: array[int]
+    slot: array[int]
+    sizes: array[int]
+
+
+class Staging:
+    """Moves batches through the slots of their pools. Not thread safe: its owner holds a lock.
+
+    `delayed`: of the last write-back, pages that were read only after others had left the staging memory,
+    because they are more than it holds.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._stages: dict[int, _Stage] = {}
+        self._free: list[Event | None] = [None] * SLOTS  # after which a slot may be used again
+        self._turn = 0
+        self.delayed = 0
+
+    def add(self, number: int, member: Member) -> None:
+        """Take in a member that has staging memory."""
+        assert member.ring is not None
+        self._stages[number] = _Stage(member, member.ring)
+
+    def clear(self, stream: Stream) -> None:
+        """Fill all slots with zeros: padding between components is never written, and what lay there before
+        is nobody's business."""
+        for stage in self._stages.values():
+            memory = stage.ring.memory
+            self._driver.fill(memory.address, 0, memory.nbytes // 4, stream)
+
+    def write_back(
+        self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
+    ) -> Event:
+        """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
+        driver = self._driver
+        gathered: Event = None
+        self.delayed = sum(
+            max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
+        )
+        for slot, chunk in self._chunks(moves, capturing=True):
+            free = self._free[slot]
+            if free is not None:
+                driver.wait(stream, free)
+            launcher.launch("write_back", "gather", chunk.parts, stream, keep)
+            gathered = driver.record(stream)
+            driver.wait(copies, gathered)
+            driver.copy(chunk.host, chunk.slot, chunk.sizes, copies, inward=False)
+            self._free[slot] = driver.record(copies)
+        return gathered
+
+    def load(
+        self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
+    ) -> None:
+        """Copy in `copies`, scatter in `stream`."""
+        driver = self._driver
+        driver.wait(copies, driver.record(stream))
+        for slot, chunk in self._chunks(moves, capturing=False):
+            free = self._free[slot]
+            if free is not None:
+                driver.wait(copies, free)
+            driver.copy(chunk.slot, chunk.host, chunk.sizes, copies, inward=True)
+            driver.wait(stream, driver.record(copies))
+            launcher.launch("load", "scatter", chunk.parts, stream, keep)
+            self._free[slot] = driver.record(stream)
+
+    def hold(self, event: Event) -> None:
+        """Use no slot before `event`, which is behind everything submitted so far."""
+        self._free[:] = [event] * SLOTS
+
+    def _chunks(self, moves: Sequence[Move], capturing: bool) -> Iterator[tuple[int, _Chunk]]:
+        """(slot, what goes through it) for each turn: the next part of every move that has one left."""
+        stages = [self._stages[move.member] for move in moves]
+        lists = [
+            stage.chunks(move.batch, capturing and stage.member.in_place)
+            for stage, move in zip(stages, moves, strict=True)
         ]
-
-    def _copies(self, pages: Sequence[int], base: int) -> tuple[list[int], list[int], list[int]]:
-        """Host addresses, slot addresses, sizes of every copy; neighbouring pages are merged."""
-        runs = _runs(pages)
-        host = [
-            self._host_address + span.host + first * span.nbytes
-            for span in self._spans
-            for first, _, _ in runs
-        ]
-        slot = [base + span.slot + at * span.nbytes for span in self._spans for _, at, _ in runs]
-        sizes = [count * span.nbytes for span in self._spans for _, _, count in runs]
-        if self._borders:
-            host, slot, sizes = _cut(host, slot, sizes, self._borders)
-        return host, slot, sizes
+        for turn in zip_longest(*lists):
+            slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+            chunk = _Chunk([], array("Q"), array("Q"), array("Q"))
+            for stage, move, part in zip(stages, moves, turn, strict=True):
+                if part is not None:
+                    _into(chunk, move.member, stage, part, stage.ring.slot(slot))
+            yield slot, chunk
 
 
-def _inside(chunk: Batch) -> Batch:
-    """The chunk with positions in the slot for host pages."""
-    return chunk._replace(host=list(range(len(chunk.host))))
+def _into(chunk: _Chunk, number: int, stage: _Stage, batch: Batch, place: Place) -> None:
+    """Add a part of one pool to a chunk: positions in the slot for host pages, copies of merged runs."""
+    inside = batch._replace(host=list(range(len(batch.host))))
+    chunk.parts.append(Part(number, place, inside))
+    runs, borders = _runs(batch.host), stage.member.buffer.borders
+    for span in stage.spans:
+        base = place.address + span.slot
+        copies = (
+            [span.host + first * span.nbytes for first, _, _ in runs],
+            [base + at * span.nbytes for _, at, _ in runs],
+            [count * span.nbytes for _, _, count in runs],
+        )
+        for into, found in zip(
+            (chunk.host, chunk.slot, chunk.sizes), _cut(*copies, borders) if borders else copies, strict=True
+        ):
+            into.extend(found)
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:

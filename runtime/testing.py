@@ -9,14 +9,16 @@ from contextvars import ContextVar
 from typing import Protocol
 
 from poolwright.runtime.driver import Driver, Kernels
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.program import GroupProgram, SizedProgram
 
 
 class StandIn(Driver, Protocol):
-    """A driver for device ``cpu`` that plays a program's compiled lanes in its own way."""
+    """A driver for device ``cpu`` that plays compiled lanes in its own way."""
 
-    def kernels(self, program: SizedProgram, align: int, build: Callable[[], ctypes.CDLL]) -> Kernels:
-        """Kernels of a program for addresses that are multiples of `align`; `build` gives its lanes."""
+    def kernels(
+        self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
+    ) -> Kernels:
+        """Kernels for addresses that are multiples of `align`; `build` gives their lanes."""
         ...
 
 

@@ -3,69 +3,54 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
+from poolwright.runtime.moves import Move, Order
 
 
-class Mark:
-    """A moment on the device: an event, or with `address` a 32-bit number there that reaches `value`.
+class LayerMarks(NamedTuple):
+    """When each step of a load is there: counters from `address` on reach `values`.
 
     `side`: a stream of the pool's own, on which a blocking wait for a number is put.
     """
 
-    def __init__(
-        self, driver: Driver, event: Event, side: Stream = None, address: int = 0, value: int = 0
-    ) -> None:
-        self._driver, self._event, self._side = driver, event, side
-        self._address, self._value = address, value
+    side: Stream
+    address: int
+    values: Sequence[int]
+
+
+class Mark:
+    """A moment on the device: an event, or with `marks` the counter of a step."""
+
+    __slots__ = ("_event", "_marks", "_step", "_ticket")
+
+    def __init__(self, ticket: Ticket, event: Event, marks: LayerMarks | None = None, step: int = 0) -> None:
+        self._ticket, self._event, self._marks, self._step = ticket, event, marks, step
 
     def __bool__(self) -> bool:
         raise TypeError("a moment is not a flag: call wait(), or wait(stream)")
 
     def wait(self, stream: Stream = None) -> None:
-        """Make `stream` wait for it; without a stream, block the caller."""
-        driver = self._driver
-        if self._address:
-            with driver.guard():
-                driver.wait_value(self._side if stream is None else stream, self._address, self._value)
-                if stream is None:
-                    driver.synchronize(driver.record(self._side))
-        elif stream is None:
-            driver.synchronize(self._event)
-        else:
-            driver.wait(stream, self._event)
-
-
-class LayerMarks(NamedTuple):
-    """When each layer of a load is there: all at `event`, or as counters at `address` reach `values`."""
-
-    driver: Driver
-    event: Event
-    side: Stream = None
-    address: int = 0
-    values: Sequence[int] = ()
-
-    def mark(self, position: int) -> Mark:
-        if not self.address:
-            return Mark(self.driver, self.event)
-        return Mark(self.driver, self.event, self.side, self.address + 4 * position, self.values[position])
+        """Make `stream` wait for it; without a stream, block the caller. Raises TransferError."""
+        self._ticket.reach(self._event, self._marks, self._step, stream)
 
 
 class Ticket:
     """A submitted transfer: which way it goes, by which path, when it is done.
 
     A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
-    what the pool hands out never depends on timing. `pages`: the host pages. `bad` is asked once it is
-    done: which of them the device skipped.
+    what the pool hands out never depends on timing. `moved`: host pages by pool; `paths`: the path of each.
+    `delayed`: pages of a write-back whose rows were read only after others had left the staging memory;
+    `captured` is that much later.
     """
 
     __slots__ = (
-        *("_acknowledged", "_bad", "_captured", "_driver", "_event", "_ids", "_layers", "_lock"),
-        *("direction", "error", "pages", "path", "pool"),
+        *("_acknowledged", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
+        *("delayed", "direction", "error", "pool"),
     )
 
     def __init__(
@@ -73,25 +58,44 @@ class Ticket:
         driver: Driver,
         pool: str,
         direction: str,
-        path: str,
-        pages: set[int],
+        moves: Sequence[Move],
         event: Event,
         captured: Event,
-        layers: LayerMarks | None,
-        ids: Sequence[int],
-        bad: Callable[[], Sequence[int]] | None,
+        marks: LayerMarks | None,
+        order: Order | None,
+        delayed: int,
     ) -> None:
-        self.pool, self.direction, self.path, self.pages = pool, direction, path, pages
+        self.pool, self.direction, self.delayed = pool, direction, delayed
         self.error: TransferError | None = None
         self._driver, self._event, self._captured = driver, event, captured
-        self._layers, self._ids, self._bad = layers, ids, bad
+        self._moves, self._marks, self._order = moves, marks, order
         self._lock = threading.Lock()
         self._acknowledged = False
 
     @property
+    def moved(self) -> Mapping[str, set[int]]:
+        """The host pages of each pool."""
+        return {move.name: move.batch.host_pages for move in self._moves}
+
+    @property
+    def pages(self) -> set[int]:
+        """The host pages, of all pools."""
+        return set().union(*(move.batch.host_pages for move in self._moves))
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The path that each pool took."""
+        return {move.name: move.path for move in self._moves}
+
+    @property
+    def path(self) -> str:
+        """The path, or those of several pools joined by a plus sign."""
+        return "+".join(dict.fromkeys(move.path for move in self._moves))
+
+    @property
     def captured(self) -> Mark:
         """When the device rows have been read: they may change after it."""
-        return Mark(self._driver, self._captured)
+        return Mark(self, self._captured)
 
     @property
     def acknowledged(self) -> bool:
@@ -111,31 +115,25 @@ class Ticket:
 
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for all of it; without a stream, block the caller. Raises TransferError."""
-        self._check()
-        if stream is not None:
-            self._driver.wait(stream, self._event)
-            return
-        try:
-            self._driver.synchronize(self._event)
-        except PoolError as error:
-            self._broken(error)
-        self._acknowledge()
-        self._check()
+        self.reach(self._event, None, 0, stream)
+        if stream is None:
+            self._acknowledge()
+            self._check()
 
     def wait_layer(self, layer: int, stream: Stream = None) -> None:
-        """As `wait`, for one layer of a load. Raises ValueError for a layer that it does not load."""
-        if layer not in self._ids:
-            known = ", ".join(map(str, self._ids)) or "none"
+        """As `wait`, for one layer of a load, of every pool that has it.
+
+        For a layer of pools that have nothing in this load there is nothing to wait for. Raises ValueError
+        for any other layer that it does not load.
+        """
+        layers = () if self._order is None else self._order.layers
+        if layer in layers:
+            self.reach(self._event, self._marks, layers.index(layer), stream)
+        elif self._order is None or layer not in self._order.others:
+            known = ", ".join(map(str, layers)) or "none"
             raise ValueError(
                 f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
             )
-        self._check()
-        marks = self._layers or LayerMarks(self._driver, self._event)
-        try:
-            marks.mark(self._ids.index(layer)).wait(stream)
-        except PoolError as error:
-            self._broken(error)
-        self._check()
 
     def wait_all(self, stream: Stream = None) -> None:
         """As `wait`; the way to put a load in front of a CUDA graph's replay."""
@@ -150,22 +148,48 @@ class Ticket:
         with suppress(TransferError):
             self.wait()
 
+    def reach(self, event: Event, marks: LayerMarks | None, step: int, stream: Stream) -> None:
+        """Make `stream`, or the caller, wait for an event or the counter of a step. Raises TransferError."""
+        self._check()
+        driver = self._driver
+        try:
+            if marks is not None:
+                with driver.guard():
+                    target = marks.side if stream is None else stream
+                    driver.wait_value(target, marks.address + 4 * step, marks.values[step])
+                    if stream is None:
+                        driver.synchronize(driver.record(marks.side))
+            elif stream is None:
+                driver.synchronize(event)
+            else:
+                driver.wait(stream, event)
+        except PoolError as error:
+            self._broken(error)
+        self._check()
+
     def _broken(self, error: PoolError) -> None:
         """An error of the device fails the ticket for good: none of its pages may be used."""
-        self._fail(str(error), sorted(self.pages))
+        self.error = failure(self.pool, self.direction, self._moves, str(error))
         self._acknowledge()
-
-    def _fail(self, cause: str, pages: Sequence[int]) -> None:
-        self.error = TransferError(self.pool, self.direction, pages, cause)
 
     def _acknowledge(self) -> None:
         with self._lock:
-            if not self._acknowledged and self.error is None and self._bad is not None:
-                skipped = self._bad()
+            if not self._acknowledged and self.error is None:
+                skipped = [
+                    move._replace(batch=move.batch._replace(host_pages=set(bad)))
+                    for move in self._moves
+                    if move.batch.bad is not None and (bad := move.batch.bad())
+                ]
                 if skipped:
-                    self._fail("their device ids are out of range or not whole pages", skipped)
-            self._acknowledged, self._bad = True, None
+                    cause = "their device ids are out of range or not whole pages"
+                    self.error = failure(self.pool, self.direction, skipped, cause)
+            self._acknowledged = True
 
     def _check(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def failure(pool: str, direction: str, moves: Sequence[Move], cause: str) -> TransferError:
+    """The error of a transfer of these pages."""
+    return TransferError(pool, direction, {m.name: sorted(m.batch.host_pages) for m in moves}, cause)

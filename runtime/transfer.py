@@ -1,9 +1,10 @@
-"""Carries out transfers of one pool over the driver door: checked batches in, tickets out.
+"""Carries out transfers over the driver door: checked batches of one or more pools in, tickets out.
 
-Order is kept by streams and by pages. Write-backs follow each other in one stream, loads in another;
-staged copies run in streams of their own, joined at the end of a submission. A submission waits for the
-caller's stream, whose work filled or still reads the device rows, and for running transfers of the other
-direction that touch a page of its own, on either side.
+Pools that move together share one `Transfers`; a pool of its own is the case of one member. Order is kept
+by streams and by pages. Write-backs follow each other in one stream, loads in another; staged copies run
+in streams of their own, joined at the end of a submission. A submission waits for the caller's stream,
+whose work filled or still reads the device rows, and for running transfers of the other direction that
+touch a page of its own, on either side.
 """
 
 from __future__ import annotations
@@ -11,276 +12,314 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
-from poolwright.runtime.driver import Driver, Event, Kernels, Memory, Stream
-from poolwright.runtime.errors import PoolError, TransferError
+from poolwright.runtime.driver import Event, Memory, Stream
+from poolwright.runtime.errors import PoolError
 from poolwright.runtime.hazards import Hazards, Submission
-from poolwright.runtime.indices import Batch
-from poolwright.runtime.launch import Launcher, Place
-from poolwright.runtime.program import SizedProgram, view
-from poolwright.runtime.staging import Ring, Staging
-from poolwright.runtime.ticket import LayerMarks, Ticket
+from poolwright.runtime.launch import Launcher, Part
+from poolwright.runtime.moves import Member, Move, Order, Steps
+from poolwright.runtime.program import view
+from poolwright.runtime.staging import Staging
+from poolwright.runtime.ticket import LayerMarks, Ticket, failure
 
-STREAMS = ("write", "load", "copy_out", "copy_in", "side")
+if TYPE_CHECKING:
+    from poolwright.runtime.backend import Code
 
 _counters_of_all_pools: list[Memory] = []
 """Never given back: a caller's stream may come to its wait for a layer when the pool is long gone."""
 
-
-@dataclass(frozen=True)
-class Engine:
-    """What transfers run on. `kernels` None: neither zero_copy nor staged; `library` None: no CPU twin."""
-
-    driver: Driver
-    kernels: Kernels | None = None
-    library: ctypes.CDLL | None = None
-    threads: int = 1
-
-
-class _Ran(NamedTuple):
-    """What a path submitted: the event after which rows are captured, progress by layer."""
-
-    captured: Event = None
-    layers: LayerMarks | None = None
+ORDERS_KEPT = 512
 
 
 class Transfers:
-    """The transfers of one pool. Any thread may submit."""
+    """The transfers of `members`, in the order in which their kernels take them. Any thread may submit."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        program: SizedProgram,
-        host_address: int,
-        host_tensor: torch.Tensor,
-        pages: int,
-    ) -> None:
-        self.engine, self.program, self.pages = engine, program, pages
-        self._pool = program.spec.name
-        self._layout = program.host(pages)
-        self._host = Place(host_address, pages)
-        self._host_tensor = host_tensor
-        self._driver = engine.driver
+    def __init__(self, code: Code, name: str) -> None:
+        self.code, self.name = code, name
+        self.members: list[Member] = []
+        self._driver = driver = code.driver
         self._lock = threading.RLock()
-        self._streams = {name: self._driver.stream() for name in STREAMS}
-        self._binding: Binding | None = None
-        self._table: Memory | None = None
+        self._writes, self._loads = driver.stream(), driver.stream()
+        self._out, self._in, self._side = driver.stream(), driver.stream(), driver.stream()
+        self._bound: tuple[object, ...] = ()
         self._launcher: Launcher | None = None
-        self._staging: Staging | None = None
-        self._hazards = Hazards(self._driver)
+        self._staging = Staging(driver)
+        self._hazards = Hazards(driver)
         self._lost: list[object] = []
         self._counters: Memory | None = None
         self._reached: list[int] = []
-        self._paths: dict[str, Callable[[str, Batch, Sequence[int] | None, Stream, list[object]], _Ran]] = {
-            "host": self._atoms,
-            "torch": self._indexing,
-            "zero_copy": self._zero_copy,
-            "staged": self._staged,
-        }
+        self._orders: dict[tuple[object, ...], Order] = {}
 
     # ---- state
 
-    def bind(self, binding: Binding, engine: Engine) -> None:
-        """Use these tensors, and code compiled for them, from now on."""
+    def add(self, member: Member) -> int:
+        """Take a pool in; its number. All are there before the first is bound."""
+        with self._lock:
+            if member.ring is not None:
+                self._staging.add(len(self.members), member)
+            self.members.append(member)
+            return len(self.members) - 1
+
+    def bind(self, bindings: dict[int, Binding]) -> None:
+        """Use these tensors of these members, and code compiled for them, from now on."""
         with self._lock, self._driver.guard():
-            self.engine, self._binding = engine, binding
-            self._table = self._driver.allocate(8 * max(len(binding.table), 1))
-            stream = self._streams["write"]
-            self._driver.upload(self._table.address, array("Q", binding.table), stream)
+            stream = self._writes
+            for number, binding in bindings.items():
+                member = self.members[number]
+                member.binding = binding
+                member.table = self._driver.allocate(8 * max(len(binding.table), 1))
+                self._driver.upload(member.table.address, array("Q", binding.table), stream)
+            if not self._bound:
+                self._staging.clear(stream)
             if self._counters is None:
                 self._counters = self._new_counters(stream)
-            self._driver.synchronize(self._driver.record(stream))  # nothing else keeps the table until then
-            if engine.kernels is not None:
-                self._launcher = Launcher(
-                    self._driver,
-                    engine.kernels,
-                    self.program,
-                    binding.align,
-                    self._table.address,
-                    binding.strides,
-                )
+            # Nothing else keeps the tables until then, and the other streams do not wait for this one.
+            self._driver.synchronize(self._driver.record(stream))
+            self._bound = tuple((member.binding, member.table) for member in self.members)
+            if self.code.kernels is not None:
+                self._launcher = Launcher(self._driver, self.code.kernels, self.members, self.code.align)
 
-    def use_ring(self, ring: Ring | None, borders: Sequence[int] = ()) -> None:
-        """Stage through this ring; None: not at all. No copy crosses one of `borders`, host addresses."""
-        if ring is not None:
-            # Padding between components is never written: it must not hold what lay there before.
-            with self._lock, self._driver.guard():
-                stream = self._streams["write"]
-                self._driver.fill(ring.memory.address, 0, ring.memory.nbytes // 4, stream)
-                self._driver.synchronize(self._driver.record(stream))
-            self._staging = Staging(
-                self._driver, self.program, ring, self._layout, self._host.address, borders
-            )
-
-    def in_flight(self, pages: set[int], after: Ticket | None) -> int | None:
-        """A page among these whose transfer the caller does not know to be done, or None."""
+    def in_flight(self, numbers: Iterable[int], pages: set[int], after: Ticket | None) -> int | None:
+        """A page of these members whose transfer the caller does not know to be done, or None."""
         with self._lock:
-            return self._hazards.in_flight(pages, after)
+            return self._hazards.in_flight([self.members[n].name for n in numbers], pages, after)
 
     def drain(self) -> None:
-        """Block until everything submitted has run."""
+        """Block until everything submitted has run. Raises PoolError when something failed, after all."""
         with self._lock:
-            self._hazards.drain()
+            try:
+                self._hazards.drain()
+            except PoolError:
+                # What failed waits for nothing any more: the other streams may still be at work for it.
+                with self._driver.guard():
+                    for stream in (self._writes, self._loads, self._out, self._in):
+                        with suppress(PoolError):
+                            self._driver.synchronize(self._driver.record(stream))
+                raise
+
+    def close(self) -> None:
+        """Give the host memory of all members back, after everything in flight."""
+        try:
+            self.drain()
+        finally:
+            for member in self.members:
+                member.buffer.destroy()
+
+    # ---- layers
+
+    def ordered(self, numbers: Sequence[int], order: str, layers: Iterable[int] | None) -> Order | None:
+        """The steps of a load of these members in `order` ``layer``, or of only these `layers`; None: all at
+        once, also where nothing has layers. Raises ValueError."""
+        if order not in ("bulk", "layer"):
+            raise ValueError(f"{self.name}: order: expected layer or bulk, got {order!r}")
+        if layers is None:
+            known = order == "layer" and any(self.members[n].layers for n in numbers)
+            return self._order(numbers, None) if known else None
+        wanted = tuple(layers)
+        return self._orders.get((*numbers, wanted)) or self._order(numbers, self._known(numbers, wanted))
+
+    def _known(self, numbers: Sequence[int], layers: tuple[int, ...]) -> tuple[int, ...]:
+        every = together([self.members[n].layers for n in numbers])
+        if not every:
+            raise ValueError(f"{self.name}: no component has layers here; load without layers=")
+        for at, layer in enumerate(layers):
+            if layer not in every:
+                raise ValueError(f"{self.name}: layer {layer} is not one of {list(every)}")
+            if layer in layers[:at]:
+                raise ValueError(f"{self.name}: layer {layer} stands twice in one list")
+        return layers
+
+    def _order(self, numbers: Sequence[int], layers: tuple[int, ...] | None) -> Order:
+        """Steps: the layers of these members ascending (those of a single list as they are given), or
+        `layers` in this order.
+
+        Components without layers move with the first layer of their pool; of a pool that has none, with
+        the first layer of all.
+        """
+        key = (*numbers, layers)
+        with self._lock:
+            found = self._orders.get(key)
+            if found is None:
+                if len(self._orders) >= ORDERS_KEPT:
+                    self._orders.clear()  # what runs keeps its own
+                found = self._orders[key] = self._make_order(numbers, layers)
+            return found
+
+    def _make_order(self, numbers: Sequence[int], layers: tuple[int, ...] | None) -> Order:
+        members = {n: self.members[n] for n in numbers}
+        every = together([member.layers for member in members.values()])
+        first = {n: (member.layers or every)[:1] for n, member in members.items()}
+        wanted = every if layers is None else layers
+        steps = {
+            n: Steps(array("I", [at for layer in wanted for at in member.step(layer, layer in first[n])]))
+            for n, member in members.items()
+        }
+        others = {layer for n, m in enumerate(self.members) if n not in members for layer in m.layers}
+        return Order(wanted, steps, frozenset(others - set(every)))
 
     # ---- submission
 
     def submit(
-        self,
-        direction: str,
-        batch: Batch,
-        path: str,
-        other: Stream,
-        layers: Sequence[int] | None = None,
-        ids: Sequence[int] = (),
+        self, direction: str, moves: Sequence[Move], other: Stream, order: Order | None = None
     ) -> Ticket:
         """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows.
 
-        `layers`: positions of the layers to load, in this order; `ids`: their layer ids. Raises
-        TransferError; none of the pages may be used then.
+        Raises TransferError; none of the pages may be used then.
         """
-        stream = self._streams["write" if direction == "write_back" else "load"]
-        with self._lock, self._driver.guard():
-            self._driver.admit(other, self._pool)
-            self._hazards.forget()
-            keep: list[object] = [batch, self._binding, self._table]
+        driver = self._driver
+        stream = self._writes if direction == "write_back" else self._loads
+        with self._lock, driver.guard():
+            driver.admit(other, self.name)
+            keep: list[object] = [moves, self._bound]
             try:
-                self._behind(stream, other, direction, batch)
-                ran = _Ran() if not batch.host else self._paths[path](direction, batch, layers, stream, keep)
-                event = self._driver.record(stream)
+                self._hazards.forget()
+                driver.wait(stream, driver.record(other))
+                if any(move.batch.on_device is not None for move in moves):
+                    # Ids on the device may come from another stream than the rows.
+                    driver.wait(stream, driver.record(driver.current_stream()))
+                before = self._hazards.before(direction, moves)
+                if before is not None:
+                    driver.wait(stream, before)
+                captured, marks = self._run(direction, moves, stream, order, keep)
+                event = driver.record(stream)
             except PoolError as error:
-                self._abandon(direction, batch, stream, other, keep)
-                pages = sorted(batch.host_pages)
-                raise TransferError(self._pool, direction, pages, str(error)) from error
-            captured = event if ran.captured is None else ran.captured
+                self._abandon(direction, moves, stream, other, keep)
+                raise failure(self.name, direction, moves, str(error)) from error
             ticket = Ticket(
-                *(self._driver, self._pool, direction, path, batch.host_pages),
-                *(event, captured, ran.layers, ids, batch.bad),
+                *(driver, self.name, direction, moves, event, event if captured is None else captured),
+                *(marks, order, self._staging.delayed),
             )
-            self._hazards.add(Submission(direction, event, batch, keep), ticket)
+            self._hazards.add(Submission(direction, event, moves, keep), ticket)
             return ticket
 
-    def _behind(self, stream: Stream, other: Stream, direction: str, batch: Batch) -> None:
-        """Put the submission behind the caller's stream and behind running transfers of its pages."""
-        driver = self._driver
-        driver.wait(stream, driver.record(other))
-        if batch.on_device is not None:  # ids on the device may come from another stream than the rows
-            driver.wait(stream, driver.record(driver.current_stream()))
-        for event in self._hazards.before(direction, batch):
-            driver.wait(stream, event)
-
     def _abandon(
-        self, direction: str, batch: Batch, stream: Stream, other: Stream, keep: list[object]
+        self, direction: str, moves: Sequence[Move], stream: Stream, other: Stream, keep: list[object]
     ) -> None:
         """A submission failed half-way: what had been submitted still runs. Later transfers wait for it, and
         so does the caller's stream, since there is no ticket to wait for."""
         try:
-            for name in STREAMS[:4]:
-                self._driver.wait(stream, self._driver.record(self._streams[name]))
+            for each in (self._writes, self._loads, self._out, self._in):
+                self._driver.wait(stream, self._driver.record(each))
             event = self._driver.record(stream)
             self._driver.wait(other, event)
-            if self._staging is not None:
-                self._staging.hold(event)
-            self._hazards.add(Submission(direction, event, batch, keep), None)
+            self._staging.hold(event)
+            self._hazards.add(Submission(direction, event, moves, keep), None)
         except PoolError:
             self._lost.append(keep)  # the device answers nothing any more: never reuse what it may touch
 
     # ---- paths
 
-    def _zero_copy(
+    def _run(
         self,
         direction: str,
-        batch: Batch,
-        layers: Sequence[int] | None,
+        moves: Sequence[Move],
         stream: Stream,
+        order: Order | None,
         keep: list[object],
-    ) -> _Ran:
-        """Kernels move runs between device rows and pinned host memory."""
+    ) -> tuple[Event, LayerMarks | None]:
+        """Each path once for all members that take it; the event after which rows are captured (None: all
+        of it), and progress by layer.
+
+        The launch that counts layers comes after everything else of its stream, so a layer that it has
+        counted is there whatever path a member took. Rows are gathered before a slower kernel reads others.
+        """
+        self._staging.delayed = 0
+        paths: dict[str, list[Move]] = {}
+        for move in moves if order is None or order.layers else ():
+            if move.batch.host and not self.members[move.member].empty:
+                paths.setdefault(move.path, []).append(move)
+        for move in paths.get("torch", ()):
+            self._indexing(direction, move, stream, order)
+        for move in paths.get("host", ()):
+            self._atoms(direction, move, order)
+        direct, staged = paths.get("zero_copy"), paths.get("staged")
+        captured: Event = None
+        marks: LayerMarks | None = None
+        if staged and direction == "write_back":
+            captured = self._staging.write_back(self._launcher_in_use(), staged, stream, self._out, keep)
+        if direct:
+            marks = self._zero_copy(direction, direct, stream, order, keep)
+            if captured is not None:
+                captured = self._driver.record(stream)
+        if staged and direction == "write_back":
+            self._driver.wait(stream, self._driver.record(self._out))
+        elif staged:
+            self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep)
+        return captured, marks
+
+    def _launcher_in_use(self) -> Launcher:
         assert self._launcher is not None
-        if layers is None:
-            self._launcher.launch(direction, direction, self._host, batch, None, stream, keep)
-            return _Ran()
+        return self._launcher
+
+    def _zero_copy(
+        self, direction: str, moves: Sequence[Move], stream: Stream, order: Order | None, keep: list[object]
+    ) -> LayerMarks | None:
+        """Kernels move runs between device rows and pinned host memory."""
+        launcher, members = self._launcher_in_use(), self.members
+        if order is None:
+            parts = [Part(m.member, members[m.member].place, m.batch) for m in moves]
+            launcher.launch(direction, direction, parts, stream, keep)
+            return None
         counters, self._counters = self._counters, None  # an unknown part of a failed launch may still count
         if counters is None:
             counters = self._new_counters(stream)
             self._driver.synchronize(self._driver.record(stream))
-        arrivals = self._launcher.launch(
-            direction, direction, self._host, batch, layers, stream, keep, counters.address
-        )
+        parts = [Part(m.member, members[m.member].place, m.batch, order.steps[m.member]) for m in moves]
+        count = len(order.layers)
+        arrivals = launcher.launch(direction, direction, parts, stream, keep, count, counters.address)
         self._counters = counters
-        values = [value + arrivals & 0xFFFFFFFF for value in self._reached[: len(layers)]]
-        self._reached[: len(layers)] = values
-        return _Ran(layers=LayerMarks(self._driver, None, self._streams["side"], counters.address, values))
+        values = [value + arrivals & 0xFFFFFFFF for value in self._reached[:count]]
+        self._reached[:count] = values
+        return LayerMarks(self._side, counters.address, values)
 
     def _new_counters(self, stream: Stream) -> Memory:
         """A counter for each place in the order of layers. They only ever grow, so that nobody who waits
         for an earlier load waits for a later one. Nobody may wait for them before they are filled."""
-        count = self.program.sizes["layers"]
-        counters = self._driver.allocate(4 * max(count, 1))
+        count = max(len({layer for member in self.members for layer in member.layers}), 1)
+        counters = self._driver.allocate(4 * count)
         _counters_of_all_pools.append(counters)
-        self._driver.fill(counters.address, 0, max(count, 1), stream)
+        self._driver.fill(counters.address, 0, count, stream)
         self._reached = [0] * count
         return counters
 
-    def _staged(
-        self,
-        direction: str,
-        batch: Batch,
-        layers: Sequence[int] | None,
-        stream: Stream,
-        keep: list[object],
-    ) -> _Ran:
-        """Kernels and copy engine in turns over a ring of staging slots."""
-        assert self._staging is not None and self._launcher is not None and layers is None
-        if direction == "write_back":
-            copies = self._streams["copy_out"]
-            return _Ran(captured=self._staging.write_back(self._launcher, batch, stream, copies, keep))
-        self._staging.load(self._launcher, batch, stream, self._streams["copy_in"], keep)
-        return _Ran()
-
-    def _atoms(
-        self,
-        direction: str,
-        batch: Batch,
-        layers: Sequence[int] | None,
-        stream: Stream,
-        keep: list[object],
-    ) -> _Ran:
+    def _atoms(self, direction: str, move: Move, order: Order | None) -> None:
         """The CPU twin moves whole runs."""
-        assert self.engine.library is not None and self._binding is not None and self._table is not None
-        function = getattr(self.engine.library, f"atoms_{batch.unit}")
+        member, batch = self.members[move.member], move.batch
+        library = self.code.libraries[move.member]
+        assert library is not None and member.binding is not None and member.table is not None
         host, device = array("q", batch.host), array("q", batch.device)
-        chosen = None if layers is None else (ctypes.c_int64 * max(len(layers), 1))(*layers)
-        function(
-            view(self._table.address, self._host.address, self.pages, self._binding.strides),
+        steps = None if order is None else order.steps[move.member].numbers
+        getattr(library, f"atoms_{batch.unit}")(
+            view(member.table.address, *member.place, member.binding.strides),
             ctypes.c_void_p(host.buffer_info()[0]),
             ctypes.c_void_p(device.buffer_info()[0]),
             ctypes.c_uint64(len(host)),
             ctypes.c_uint32(direction == "load"),
-            chosen,
-            ctypes.c_uint64(0 if layers is None else len(layers)),
-            ctypes.c_uint32(self.engine.threads),
+            None if steps is None else ctypes.c_void_p(steps.buffer_info()[0]),
+            ctypes.c_uint64(0 if order is None else len(order.layers)),
+            ctypes.c_uint32(self.code.threads),
         )
-        return _Ran()
 
-    def _indexing(
-        self,
-        direction: str,
-        batch: Batch,
-        layers: Sequence[int] | None,
-        stream: Stream,
-        keep: list[object],
-    ) -> _Ran:
+    def _indexing(self, direction: str, move: Move, stream: Stream, order: Order | None) -> None:
         """Indexing by torch, the last resort: right everywhere, fast nowhere."""
-        assert self._binding is not None
+        member = self.members[move.member]
+        assert member.binding is not None
+        positions = None if order is None else member.positions(order.steps[move.member].numbers)
         with self._driver.torch_stream(stream):
             indexing.move(
-                self.program, self._layout, self._host_tensor, self._binding.views, direction, batch, layers
+                *(member.program, member.layout, member.tensor, member.binding.views),
+                *(direction, move.batch, positions),
             )
-        return _Ran()
+
+
+def together(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The layers of several lists: ascending; those of a single one in the order in which it is given."""
+    different = {tuple(ids) for ids in lists if ids}
+    if len(different) == 1:
+        return different.pop()
+    return tuple(sorted({layer for ids in different for layer in ids}))

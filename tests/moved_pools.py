@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from compiled_pools import Compiled
 from random_pools import Chance, Sample, replace_axes
 
 GUARD = 64
+ABSENT = 0xFFFFFFFF
+IDS = struct.Struct("IIIIQQQqQ")
 GRID, BLOCK = 2, 3
 
 
@@ -188,10 +191,19 @@ class Arena:
             offsets = offsets.flatten(0, 1)
         return offsets[torch.tensor(ids)].flatten()
 
+    def _steps(self, transfer: Transfer) -> list[int] | None:
+        """The numbers of every step: see `columns` in kernels.cu."""
+        lists = [part.axes.get("layer") for part in self.sample.parts]
+        columns = [1] * any(n is not None for n in lists) + [0] * any(n is None for n in lists)
+        if transfer.layers is None:
+            return None
+        rest = [0 if layer == 0 else ABSENT for layer in transfer.layers]
+        rows = zip(transfer.layers, rest, strict=True)
+        return [number if column else other for number, other in rows for column in columns]
+
     def atoms(self, transfer: Transfer) -> None:
         """Run the CPU twin that moves whole runs."""
-        count = len(transfer.host)
-        layers = transfer.layers
+        count, steps = len(transfer.host), self._steps(transfer)
         self.compiled.call(
             f"atoms_{transfer.unit}",
             ctypes.byref(self.view),
@@ -199,8 +211,8 @@ class Arena:
             (ctypes.c_int64 * count)(*transfer.device),
             ctypes.c_uint64(count),
             ctypes.c_uint32(transfer.load),
-            None if layers is None else (ctypes.c_int64 * len(layers))(*layers),
-            ctypes.c_uint64(0 if layers is None else len(layers)),
+            None if steps is None else (ctypes.c_uint32 * len(steps))(*steps),
+            ctypes.c_uint64(len(transfer.layers or ())),
             ctypes.c_uint32(1),
         )
 
@@ -228,15 +240,18 @@ class Arena:
         memory: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         here, there = (ctypes.c_uint32 * len(host))(*host), (ctypes.c_uint32 * len(device))(*device)
-        ids = (ctypes.c_uint64 * 5)(ctypes.addressof(here), ctypes.addressof(there), *memory)
-        number = ctypes.c_uint32(count)
-        params = [ctypes.addressof(self.view), ctypes.addressof(ids), ctypes.addressof(number)]
+        steps = self._steps(transfer) or []
+        numbers = (ctypes.c_uint32 * len(steps))(*steps)
+        address, step, wide = memory
+        fields = (count, 0, unit == "tokens", wide, ctypes.addressof(here), ctypes.addressof(there))
+        ids = ctypes.create_string_buffer(IDS.pack(*fields, address, step, ctypes.addressof(numbers)))
+        few = (ctypes.c_uint32 * 256)()
+        params = [ctypes.addressof(self.view), ctypes.addressof(ids), ctypes.addressof(few)]
         layers = transfer.layers or ()
-        done = (ctypes.c_uint32 * len(layers))()
+        done, number = (ctypes.c_uint32 * len(layers))(), ctypes.c_uint32(len(layers))
         where = ctypes.c_uint64(ctypes.addressof(done))
-        listed = (ctypes.c_uint32 * (1 + len(layers)))(len(layers), *layers)
         if layers:
-            params += [ctypes.addressof(listed), ctypes.addressof(where)]
+            params += [ctypes.addressof(number), ctypes.addressof(where)]
         block = (ctypes.c_void_p * len(params))(*params)
         name = "_".join(
             ["lanes", "load" if transfer.load else "write_back", *(["layer"] if layers else []), unit]

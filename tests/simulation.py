@@ -19,7 +19,7 @@ from poolwright.generated.pools.mla.pool import MLATokenToKVPoolHost
 from poolwright.runtime import pool as pools
 from poolwright.runtime.driver import Kernels
 from poolwright.runtime.driver.simulated import SimulatedDriver, SimulatedStream, runs_of
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.program import GroupProgram, SizedProgram
 from poolwright.runtime.testing import use_driver
 
 HOST_PAGES, DEVICE_PAGES = 5, 8
@@ -39,15 +39,18 @@ _libraries: dict[object, ctypes.CDLL] = {}
 class Driver(SimulatedDriver):
     """The simulated driver; it looks for a compiled library once in a process."""
 
-    def kernels(self, program: SizedProgram, align: int, build: Callable[[], ctypes.CDLL]) -> Kernels:
-        key = (program.folder, program.defines(align))
+    def kernels(
+        self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
+    ) -> Kernels:
+        unit = source.unit("lanes", align)
+        key = (unit.main, unit.defines)
 
         def find() -> ctypes.CDLL:
             if key not in _libraries:
                 _libraries[key] = build()
             return _libraries[key]
 
-        return super().kernels(program, align, find)
+        return super().kernels(source, align, find)
 
 
 @dataclass(frozen=True)

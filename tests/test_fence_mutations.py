@@ -78,7 +78,7 @@ class Sites(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         target = node.targets[0]
-        if isinstance(target, ast.Subscript) and ast.unparse(target.value).endswith("ring.free"):
+        if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "self._free":
             if self._here(ast.unparse(node)):
                 return ast.Pass()
         return self.generic_visit(node)

@@ -16,6 +16,7 @@ import torch
 from poolwright.generated import KdaStatePoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.indices import Batch
+from poolwright.runtime.launch import Part
 from poolwright.runtime.pool import HostPool
 
 pytestmark = pytest.mark.gpu
@@ -436,7 +437,7 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
     pool, temporal = state_pool()
     compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
     transfers = pool._transfers
-    launcher, place = transfers._launcher, transfers._host
+    launcher, place = transfers._launcher, transfers.members[0].place
     assert launcher is not None
     found, step = 0, 0
     while step < 2_000 and found == 0:
@@ -447,7 +448,7 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
             with torch.cuda.stream(compute):
                 temporal[:, 1].fill_(step + page)
             batch = Batch("pages", [page], [1], {page}, {1})
-            launcher.launch("write_back", "gather", place, batch, None, copies.cuda_stream, [])
+            launcher.launch("write_back", "gather", [Part(0, place, batch)], copies.cuda_stream, [])
         torch.cuda.synchronize()
         found += torn(pool, step, pool.page_num)
         step += pool.page_num

@@ -24,7 +24,7 @@ from poolwright.runtime.driver import Memory
 from poolwright.runtime.driver.simulated_kernels import SimulatedKernels, merged
 from poolwright.runtime.driver.simulated_memory import Arena, Block, Clock, Shadow, SimulationError, join
 from poolwright.runtime.errors import PoolError
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.program import GroupProgram, SizedProgram
 
 CPU = 0
 """The actor that the caller's thread is in vector clocks; all threads are one."""
@@ -230,9 +230,9 @@ class SimulatedDriver:
                 steps = None if steps is None else steps - 1
 
     def kernels(
-        self, program: SizedProgram, align: int, build: Callable[[], ctypes.CDLL]
+        self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
     ) -> SimulatedKernels:
-        return SimulatedKernels(self, program, build)
+        return SimulatedKernels(self, source.programs, build)
 
     # ---- the protocol
 

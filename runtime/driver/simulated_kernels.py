@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from poolwright.runtime.driver.simulated import SimulatedDriver, Touch
 
 SKIPPED = 0xFFFFFFFF
+
+IDS = struct.Struct("IIIIQQQqQ")
+"""`Ids` in prim.h."""
 
 Axes = Sequence[tuple[str, int, int]]
 Runs = tuple[tuple[int, int], ...]
@@ -43,24 +47,29 @@ class Side:
 
 @dataclass(frozen=True)
 class Call:
-    """A launch as its parameters say it, read when it runs."""
+    """One pool's part of a launch as its parameters say it, read when it runs.
 
-    loads: bool
+    `ids`: (host, device), pages or tokens; `at`: where each part stands in this step, None: all layers.
+    """
+
+    pool: int
     tokens: bool
     view: Sequence[int]
-    ids: Sequence[tuple[int, int]]  # (host, device), pages or tokens
+    ids: Sequence[tuple[int, int]]
+    at: tuple[int | None, ...] | None
 
 
 class SimulatedKernels:
-    """Kernels of one program. `build` gives its compiled lanes and is asked when the first one runs."""
+    """Kernels of programs. `build` gives their compiled lanes and is asked when the first one runs."""
 
     grid: ClassVar[Mapping[str, int]] = {"write_back": 2, "load": 2, "gather": 2, "scatter": 2}
     block = 4
 
     def __init__(
-        self, driver: SimulatedDriver, program: SizedProgram, build: Callable[[], ctypes.CDLL]
+        self, driver: SimulatedDriver, programs: Sequence[SizedProgram], build: Callable[[], ctypes.CDLL]
     ) -> None:
-        self._driver, self._program, self._build = driver, program, build
+        self._driver, self._build = driver, build
+        self._programs = [program for program in programs if program.device]
         self._sides: dict[tuple[object, ...], list[Side]] = {}
 
     @cached_property
@@ -71,82 +80,81 @@ class SimulatedKernels:
         return lambda stream: self.launch(name, self.grid[purpose], params, stream)
 
     def launch(self, name: str, grid: int, params: Parameters, stream: Stream) -> None:
-        """Queue a launch. A kernel that counts its layers becomes two steps a layer: all blocks but one
-        count without having moved anything, then everything is moved and the last one counts."""
+        """Queue a launch. A kernel that counts its steps becomes two a step: all blocks but one count
+        without having moved anything, then everything is moved and the last one counts."""
         blocks = [type(b).from_buffer_copy(b) for b in params.blocks]  # type: ignore[attr-defined]
         steps: list[Callable[[Touch], None]] = []
         if "_layer_" not in name:
-            steps.append(lambda touch: self._play(touch, name, grid, blocks, None))
+            steps.append(lambda touch: self._play(touch, name, grid, blocks))
             self._driver.enqueue("launch", name, stream, steps)
             return
-        layers = list(blocks[3])[1 : 1 + next(iter(blocks[3]))]
-        done = int(blocks[4].value)
-        for position, layer in enumerate(layers):
-            phase = [*blocks[:3], type(blocks[3])(1, layer), ctypes.c_uint64(0)]
-            counter = done + 4 * position if done else 0
-            steps += self._phases(name, grid, phase, layer, counter)
-        counters = [done + 4 * n for n in range(len(layers))] if done else []
+        count, done = int(blocks[-2].value), int(blocks[-1].value)
+        for step in range(count):
+            phase = [*blocks[:-2], ctypes.c_uint32(1), ctypes.c_uint64(0)]
+            for at, program in enumerate(self._programs):
+                ids = list(IDS.unpack(blocks[2 * at + 1]))
+                ids[-1] += 4 * step * len(program.columns) if ids[0] else 0
+                phase[2 * at + 1] = type(blocks[2 * at + 1]).from_buffer_copy(IDS.pack(*ids))
+            steps += self._phases(name, grid, phase, done + 4 * step if done else 0)
+        counters = [done + 4 * n for n in range(count)] if done else []
         self._driver.enqueue("launch", name, stream, steps, counters=counters)
 
     def _phases(
-        self, name: str, grid: int, blocks: list[ctypes._CData], layer: int, counter: int
+        self, name: str, grid: int, blocks: list[ctypes._CData], counter: int
     ) -> list[Callable[[Touch], None]]:
         def early(touch: Touch) -> None:
             touch.arrive(counter, grid - 1)
 
         def move(touch: Touch) -> None:
-            self._play(touch, name, grid, blocks, layer)
+            self._play(touch, name, grid, blocks)
             if counter:
                 touch.arrive(counter, 1)
 
         return [early, move] if counter else [move]
 
-    def _play(
-        self,
-        touch: Touch,
-        name: str,
-        grid: int,
-        blocks: Sequence[ctypes._CData],
-        layer: int | None,
-    ) -> None:
-        call = self._call(touch, name, blocks)
-        host, device = self._touched(touch, call, layer)
-        for address, nbytes in host if call.loads else device:
-            touch.read(address, nbytes)
-        for address, nbytes in device if call.loads else host:
-            touch.write(address, nbytes)
+    def _play(self, touch: Touch, name: str, grid: int, blocks: Sequence[ctypes._CData]) -> None:
+        loads = name.startswith("load")
+        for call in self._calls(touch, "_layer_" in name, blocks):
+            host, device = self._touched(touch, call)
+            for address, nbytes in host if loads else device:
+                touch.read(address, nbytes)
+            for address, nbytes in device if loads else host:
+                touch.write(address, nbytes)
         function = getattr(self._library, f"lanes_{name}")
         function(ctypes.c_uint32(grid), ctypes.c_uint32(self.block), Parameters(*blocks).pointers)
 
     # ---- what a launch touches
 
-    def _call(self, touch: Touch, name: str, blocks: Sequence[ctypes._CData]) -> Call:
-        count, words = int(blocks[2].value), list(blocks[1])  # type: ignore[attr-defined, call-overload]
-        if name.endswith("_few"):
-            half = len(words) // 2
-            pairs = zip(words[:count], words[half : half + count], strict=True)
-        elif len(words) == 2:
-            pairs = zip(*(touch.numbers(address, count) for address in words), strict=True)
-        else:
-            pairs = zip(*self._tokens(touch, words, count), strict=True)
-        ids = [pair for pair in pairs if pair[1] != SKIPPED]
-        return Call(name.startswith("load"), "_tokens" in name, list(blocks[0]), ids)  # type: ignore[call-overload]
+    def _calls(self, touch: Touch, layered: bool, blocks: Sequence[ctypes._CData]) -> Iterator[Call]:
+        few = list(blocks[2 * len(self._programs)])  # type: ignore[call-overload]
+        for pool, program in enumerate(self._programs):
+            count, first, by_token, wide, host, device, memory, step, steps = IDS.unpack(blocks[2 * pool + 1])
+            if count == 0:
+                continue
+            if first:
+                pairs = zip(few[first - 1 :][:count], few[first - 1 + count :][:count], strict=True)
+            elif not memory:
+                pairs = zip(touch.numbers(host, count), touch.numbers(device, count), strict=True)
+            else:
+                size = program.sizes["page_size"]
+                pages = touch.numbers(host, count // size)
+                width = 8 if wide else 4
+                ids = [touch.numbers(memory + n * step * width, 1, width)[0] for n in range(count)]
+                hosts = [page * size + n for page in pages for n in range(size)]
+                pairs = zip(hosts, [n & SKIPPED for n in ids], strict=True)
+            at: tuple[int | None, ...] | None = None
+            if layered:
+                row = touch.numbers(steps, len(program.columns))
+                found = dict(zip(program.columns, row, strict=True))
+                at = tuple(found[name] for name in program.lists.values())
+            view = list(blocks[2 * pool])  # type: ignore[call-overload]
+            yield Call(pool, bool(by_token), view, [pair for pair in pairs if pair[1] != SKIPPED], at)
 
-    def _tokens(self, touch: Touch, words: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-        host, device, memory, step, wide = words
-        if not memory:
-            return touch.numbers(host, count), touch.numbers(device, count)
-        size = self._program.sizes["page_size"]
-        pages = touch.numbers(host, count // size)
-        width = 8 if wide else 4
-        ids = [touch.numbers(memory + n * step * width, 1, width)[0] for n in range(count)]
-        return [page * size + n for page in pages for n in range(size)], [n & SKIPPED for n in ids]
-
-    def _touched(self, touch: Touch, call: Call, layer: int | None) -> tuple[Runs, Runs]:
+    def _touched(self, touch: Touch, call: Call) -> tuple[Runs, Runs]:
         """Merged runs of bytes on the host (or in a slot of staging memory) and on the device."""
         table, host_base, pages, *strides = (value & (1 << 64) - 1 for value in call.view)
-        sides = self._described(call.tokens, layer, pages, tuple(strides))
-        size = self._program.sizes["page_size"]
+        sides = self._described(call, pages, tuple(strides))
+        size = self._programs[call.pool].sizes["page_size"]
         addresses = {s.table: touch.numbers(table + 8 * s.table, 1, 8)[0] for s in sides if s.table >= 0}
         addresses[-1] = host_base
         found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
@@ -157,26 +165,24 @@ class SimulatedKernels:
                 found[here].extend(side.at(addresses[side.table], *at[here]))
         return merged(found[0]), merged(found[1])
 
-    def _described(
-        self, tokens: bool, layer: int | None, pages: int, strides: tuple[int, ...]
-    ) -> Sequence[Side]:
-        key = (tokens, layer, pages, strides)
+    def _described(self, call: Call, pages: int, strides: tuple[int, ...]) -> Sequence[Side]:
+        key = (call.pool, call.tokens, call.at, pages, strides)
         if key not in self._sides:
-            self._sides[key] = list(self._describe(tokens, layer, pages, strides))
+            self._sides[key] = list(self._describe(call, pages, strides))
         return self._sides[key]
 
-    def _describe(
-        self, tokens: bool, layer: int | None, pages: int, strides: tuple[int, ...]
-    ) -> Iterator[Side]:
-        program, free, first = self._program, iter(strides), 0
-        layout = program.host(pages)
-        for part in program.device:
+    def _describe(self, call: Call, pages: int, strides: tuple[int, ...]) -> Iterator[Side]:
+        program, free, first = self._programs[call.pool], iter(strides), 0
+        layout, tokens = program.host(pages), call.tokens
+        for number, part in enumerate(program.device):
             axes = [(n, e or 0, next(free) if s is None else s) for n, e, s in part.axes]
             entry, first = first, first + (1 if part.table is None else part.table)
             host = layout.part(part.ident)
-            named = "layer" in {name for name, _, _ in host.axes}
-            if not program.present(part.ident) or (layer is not None and not named and layer != 0):
+            layer = None if call.at is None else call.at[number]
+            if not program.present(part.ident) or layer == SKIPPED:
                 continue
+            if program.lists[part.ident] is None:
+                layer = None  # all of it
             width = program.itemsize(part.ident)
             yield _side(-1, host.base, host.axes, width, tokens, layer)
             if part.table is None:

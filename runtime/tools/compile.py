@@ -136,7 +136,7 @@ def _sized(pool_class: type[HostPool], args: argparse.Namespace) -> Sequence[Sam
         return tuple(replace(sample, dtypes={**sample.dtypes, **dtypes}) for sample in tried)
     given = dict(_pair(text) for text in args.set)
     params = {p.name: p.length for p in spec.params if p.equals is None}
-    counts = ["layers", *spec.layer_lists]
+    counts = [*spec.layer_lists]
     known = [*params, *counts, *spec.variants, *["page_size"] * takes_page_size(pool_class)]
     for name in given:
         if name not in known:

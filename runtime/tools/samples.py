@@ -97,7 +97,7 @@ def _search(
     first ones that it takes at all.
     """
     spec, layers = pool_class.spec, LAYERS if name == "odd" else LAYERS[:2]
-    listed = {ids: layers for ids in ("layers", *spec.layer_lists)}
+    listed = {ids: layers for ids in spec.layer_lists}
     refusal, spare = "none was tried", None
     for params, page_size in itertools.islice(_candidates(pool_class, name), MOST_TRIES):
         itemsizes = {group: dtype.itemsize for group, dtype in dtypes.items()}

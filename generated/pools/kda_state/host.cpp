@@ -76,74 +76,55 @@ void atoms_pages_all(const View& view, const i64* host_ids, const i64* device_id
 }
 
 template <class Way>
-void atoms_layer_pages_all(const View& view, const i64* host_ids, const i64* device_ids, u64 count, u32 layer, u32 threads) {
-  atoms_temporal_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-  atoms_conv_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-  if (layer == 0) atoms_ngram_pages<Way>(view, host_ids, device_ids, count, threads);
+void atoms_step_pages_all(const View& view, const i64* host_ids, const i64* device_ids, u64 count, const u32* at, u32 threads) {
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
+    atoms_temporal_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
+    atoms_conv_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
+  }
+  if (const u32 layer = pw::number(at + 1); layer != pw::skipped) {
+    atoms_ngram_pages<Way>(view, host_ids, device_ids, count, threads);
+  }
 }
 
 }  // namespace
 
-// Moves every page named by the ids; with `layers`, only those.
+// Moves every page named by the ids; with `steps`, one after the other.
 PW_EXPORT void atoms_pages(const View* view, const i64* host_ids, const i64* device_ids, u64 count, u32 load,
-                            const i64* layers, u64 layer_count, u32 threads) {
-  if (layers == nullptr) {
+                            const u32* steps, u64 step_count, u32 threads) {
+  if (steps == nullptr) {
     if (load) atoms_pages_all<pw::Load>(*view, host_ids, device_ids, count, threads);
     else atoms_pages_all<pw::WriteBack>(*view, host_ids, device_ids, count, threads);
     return;
   }
-  for (u64 n = 0; n < layer_count; ++n) {
-    if (load) atoms_layer_pages_all<pw::Load>(*view, host_ids, device_ids, count, u32(layers[n]), threads);
-    else atoms_layer_pages_all<pw::WriteBack>(*view, host_ids, device_ids, count, u32(layers[n]), threads);
+  for (u64 n = 0; n < step_count; ++n) {
+    if (load) atoms_step_pages_all<pw::Load>(*view, host_ids, device_ids, count, steps + n * columns, threads);
+    else atoms_step_pages_all<pw::WriteBack>(*view, host_ids, device_ids, count, steps + n * columns, threads);
   }
 }
 
 #else  // PW_LANES
 
-PW_EXPORT void lanes_write_back_pages_few(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Pairs<128>& ids = *(const pw::Pairs<128>*)params[1];
-  const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_pages_few(view, ids, count); });
-}
-
-PW_EXPORT void lanes_load_pages_few(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Pairs<128>& ids = *(const pw::Pairs<128>*)params[1];
-  const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { load_pages_few(view, ids, count); });
-}
-
 PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Listed& ids = *(const pw::Listed*)params[1];
-  const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, count); });
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, few); });
 }
 
 PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Listed& ids = *(const pw::Listed*)params[1];
-  const u32 count = *(const u32*)params[2];
-  pw::each_lane(grid, block, [&] { load_pages(view, ids, count); });
-}
-
-PW_EXPORT void lanes_load_layer_pages_few(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Pairs<128>& ids = *(const pw::Pairs<128>*)params[1];
-  const u32 count = *(const u32*)params[2];
-  const pw::List<256>& layers = *(const pw::List<256>*)params[3];
-  u32* const done = *(u32**)params[4];
-  pw::each_lane(grid, block, [&] { load_layer_pages_few(view, ids, count, layers, done); });
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  pw::each_lane(grid, block, [&] { load_pages(view, ids, few); });
 }
 
 PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
-  const pw::Listed& ids = *(const pw::Listed*)params[1];
-  const u32 count = *(const u32*)params[2];
-  const pw::List<256>& layers = *(const pw::List<256>*)params[3];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  const u32 steps = *(const u32*)params[3];
   u32* const done = *(u32**)params[4];
-  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, count, layers, done); });
+  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, done); });
 }
 
 #endif  // PW_LANES

@@ -158,43 +158,42 @@ PW_FN void move_pages(const View& view, const pw::PageIds& ids, const u32 count)
   move_ngram_pages<Way>(view, ids, count);
 }
 
-// Every component, one layer, one page an id.
+// One step in layer order, one page an id; `at`: the position in layers, whether the rest moves.
 template <class Way>
-PW_FN void move_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32 layer) {
-  move_temporal_layer_pages<Way>(view, ids, count, layer);
-  move_conv_layer_pages<Way>(view, ids, count, layer);
-  if (layer == 0) move_ngram_pages<Way>(view, ids, count);
+PW_FN void move_step_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32* at) {
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
+    move_temporal_layer_pages<Way>(view, ids, count, layer);
+    move_conv_layer_pages<Way>(view, ids, count, layer);
+  }
+  if (const u32 layer = pw::number(at + 1); layer != pw::skipped) {
+    move_ngram_pages<Way>(view, ids, count);
+  }
 }
 
-#if !defined(PW_PART) || PW_PART == 1  // write_back_pages
-PW_KERNEL write_back_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
-  move_pages<pw::WriteBack>(view, ids.pages(), count);
-}
-PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count) {
-  move_pages<pw::WriteBack>(view, ids.pages(), count);
+// Numbers of a step in layer order: the position in layers, whether the rest moves.
+constexpr u32 columns = 2;
+
+#ifndef PW_GROUP  // a group has kernels of its own
+
+#if !defined(PW_PART) || PW_PART == 1
+PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
+  move_pages<pw::WriteBack>(view, ids.pages(few), ids.count);
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 2  // load_pages
-PW_KERNEL load_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
-  move_pages<pw::Load>(view, ids.pages(), count);
-}
-PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count) {
-  move_pages<pw::Load>(view, ids.pages(), count);
+#if !defined(PW_PART) || PW_PART == 2
+PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
+  move_pages<pw::Load>(view, ids.pages(few), ids.count);
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 3  // load_layer_pages
-PW_KERNEL load_layer_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
-  for (u32 n = 0; n < layers.count; ++n) {
-    move_layer_pages<pw::Load>(view, ids.pages(), count, layers.at[n]);
+#if !defined(PW_PART) || PW_PART == 3
+PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32* done) {
+  for (u32 n = 0; n < steps; ++n) {
+    move_step_pages<pw::Load>(view, ids.pages(few), ids.count, ids.steps + n * columns);
     pw::arrive(done, n);
   }
 }
-PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
-  for (u32 n = 0; n < layers.count; ++n) {
-    move_layer_pages<pw::Load>(view, ids.pages(), count, layers.at[n]);
-    pw::arrive(done, n);
-  }
-}
 #endif
+
+#endif  // PW_GROUP

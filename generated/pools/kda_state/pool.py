@@ -244,6 +244,7 @@ SPEC = PoolSpec(
         (): extents,
     },
     parts=("write_back_pages", "load_pages", "load_layer_pages"),
+    layer_lists=("layers",),
     reserved=(0,),
     not_carried=("intermediate_*",),
     valid_if="no update is pending in the slot",
@@ -314,6 +315,7 @@ class KdaStatePoolHost(HostPool):
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
         staging_bytes: int = HostPool.STAGING_BYTES,
+        capture_bytes: int | None = None,
     ) -> RequiredBytes:
         """Bytes of host memory and of staging that a pool of these sizes takes, before it is built."""
         return cls._required_bytes(
@@ -327,6 +329,7 @@ class KdaStatePoolHost(HostPool):
             capacity_pages=capacity_pages,
             capacity_bytes=capacity_bytes,
             staging_bytes=staging_bytes,
+            capture_bytes=capture_bytes,
         )
 
     def _init_write_back_staging_buffers(self) -> None:

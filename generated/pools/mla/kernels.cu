@@ -133,68 +133,67 @@ PW_FN void move_tokens(const View& view, const pw::TokenIds& ids, const u32 coun
   move_kv_tokens<Way>(view, ids, count);
 }
 
-// Every component, one layer, one page an id.
+// One step in layer order, one page an id; `at`: the position in layers.
 template <class Way>
-PW_FN void move_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32 layer) {
-  move_kv_layer_pages<Way>(view, ids, count, layer);
+PW_FN void move_step_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32* at) {
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
+    move_kv_layer_pages<Way>(view, ids, count, layer);
+  }
 }
 
-// Every component, one layer, one token an id.
+// One step in layer order, one token an id; `at`: the position in layers.
 template <class Way>
-PW_FN void move_layer_tokens(const View& view, const pw::TokenIds& ids, const u32 count, const u32 layer) {
-  move_kv_layer_tokens<Way>(view, ids, count, layer);
-}
-
-#if !defined(PW_PART) || PW_PART == 1  // write_back_pages
-PW_KERNEL write_back_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
-  move_pages<pw::WriteBack>(view, ids.pages(), count);
-}
-PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count) {
-  move_pages<pw::WriteBack>(view, ids.pages(), count);
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2  // load_pages
-PW_KERNEL load_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count) {
-  move_pages<pw::Load>(view, ids.pages(), count);
-}
-PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count) {
-  move_pages<pw::Load>(view, ids.pages(), count);
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3  // write_back_tokens
-PW_KERNEL write_back_tokens(PW_PARAM View view, PW_PARAM pw::TokenIds ids, u32 count) {
-  move_tokens<pw::WriteBack>(view, ids, count);
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 4  // load_tokens
-PW_KERNEL load_tokens(PW_PARAM View view, PW_PARAM pw::TokenIds ids, u32 count) {
-  move_tokens<pw::Load>(view, ids, count);
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 5  // load_layer_pages
-PW_KERNEL load_layer_pages_few(PW_PARAM View view, PW_PARAM pw::Pairs<128> ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
-  for (u32 n = 0; n < layers.count; ++n) {
-    move_layer_pages<pw::Load>(view, ids.pages(), count, layers.at[n]);
-    pw::arrive(done, n);
+PW_FN void move_step_tokens(const View& view, const pw::TokenIds& ids, const u32 count, const u32* at) {
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
+    move_kv_layer_tokens<Way>(view, ids, count, layer);
   }
 }
-PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Listed ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
-  for (u32 n = 0; n < layers.count; ++n) {
-    move_layer_pages<pw::Load>(view, ids.pages(), count, layers.at[n]);
+
+// Numbers of a step in layer order: the position in layers.
+constexpr u32 columns = 1;
+
+#ifndef PW_GROUP  // a group has kernels of its own
+
+#if !defined(PW_PART) || PW_PART == 1
+PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
+  move_pages<pw::WriteBack>(view, ids.pages(few), ids.count);
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 2
+PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
+  move_pages<pw::Load>(view, ids.pages(few), ids.count);
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 3
+PW_KERNEL write_back_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few) {
+  move_tokens<pw::WriteBack>(view, ids.tokens(), ids.count);
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL load_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few) {
+  move_tokens<pw::Load>(view, ids.tokens(), ids.count);
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32* done) {
+  for (u32 n = 0; n < steps; ++n) {
+    move_step_pages<pw::Load>(view, ids.pages(few), ids.count, ids.steps + n * columns);
     pw::arrive(done, n);
   }
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 6  // load_layer_tokens
-PW_KERNEL load_layer_tokens(PW_PARAM View view, PW_PARAM pw::TokenIds ids, u32 count, PW_PARAM pw::List<256> layers, u32* done) {
-  for (u32 n = 0; n < layers.count; ++n) {
-    move_layer_tokens<pw::Load>(view, ids, count, layers.at[n]);
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few, u32 steps, u32* done) {
+  for (u32 n = 0; n < steps; ++n) {
+    move_step_tokens<pw::Load>(view, ids.tokens(), ids.count, ids.steps + n * columns);
     pw::arrive(done, n);
   }
 }
 #endif
+
+#endif  // PW_GROUP

@@ -234,6 +234,7 @@ SPEC = PoolSpec(
         (): extents,
     },
     parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens", "load_layer_pages", "load_layer_tokens"),
+    layer_lists=("layers",),
 )
 
 
@@ -295,6 +296,7 @@ class MLATokenToKVPoolHost(HostPool):
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
         staging_bytes: int = HostPool.STAGING_BYTES,
+        capture_bytes: int | None = None,
     ) -> RequiredBytes:
         """Bytes of host memory and of staging that a pool of these sizes takes, before it is built."""
         return cls._required_bytes(
@@ -308,6 +310,7 @@ class MLATokenToKVPoolHost(HostPool):
             capacity_pages=capacity_pages,
             capacity_bytes=capacity_bytes,
             staging_bytes=staging_bytes,
+            capture_bytes=capture_bytes,
         )
 
     def _init_write_back_staging_buffers(self) -> None:

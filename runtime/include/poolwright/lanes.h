@@ -22,6 +22,7 @@ struct Lane {
 };
 static thread_local Lane current_lane = {0, 1, 1};
 
+PW_FN u32 number(const u32* at) { return *at; }
 PW_FN u32 lane() { return current_lane.index; }
 PW_FN u32 lanes() { return current_lane.count; }
 

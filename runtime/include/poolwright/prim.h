@@ -106,25 +106,32 @@ struct TokenIds {
   }
 };
 
-// Few page ids travel in the kernel's parameters, many lie in device memory.
-template <u32 capacity> struct Pairs {
-  u32 host_ids[capacity];
-  u32 device_ids[capacity];
-  PW_FN PageIds pages() const { return {host_ids, device_ids}; }
-};
-struct Listed {
-  const u32* host_ids;
-  const u32* device_ids;
-  PW_FN PageIds pages() const { return {host_ids, device_ids}; }
+// Few page ids travel in the parameters of a launch: host ids of a pool, then its device ids.
+struct Few {
+  u32 at[256];
 };
 
-// A short list of numbers in the parameters.
-template <u32 capacity> struct List {
-  u32 count;
-  u32 at[capacity];
+// Ids of one pool in a launch, as they stand in the parameters.
+struct Ids {
+  u32 count;     // 0: the pool has nothing in this launch
+  u32 few;       // 1 + where its ids start in `Few`; 0: they lie in device memory
+  u32 by_token;  // 1: token ids, 0: page ids
+  u32 wide;      // 1: `memory` holds 64-bit ids, 0: 32-bit
+  const u32* host_ids;
+  const u32* device_ids;
+  u64 memory;
+  i64 step;
+  const u32* steps;  // a load in layer order: the numbers of each step
+  PW_FN PageIds pages(const Few& list) const {
+    return few ? PageIds{list.at + few - 1, list.at + few - 1 + count} : PageIds{host_ids, device_ids};
+  }
+  PW_FN TokenIds tokens() const { return {host_ids, device_ids, memory, step, wide}; }
 };
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+
+// One number of a step: every thread reads it.
+PW_FN u32 number(const u32* at) { return __ldg(at); }
 
 PW_FN u32 lane() { return blockIdx.x * blockDim.x + threadIdx.x; }
 PW_FN u32 lanes() { return gridDim.x * blockDim.x; }

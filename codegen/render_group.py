@@ -1,0 +1,245 @@
+"""Prepares a group for its templates: group.py, kernels.cu, host.cpp.
+
+In: `ir.Group` and the lowered pools it names. Out: dictionaries of names and finished lines of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from poolwright.codegen import render_cpp, render_python
+from poolwright.codegen.ir import Group, Lowered, Param, PoolRef
+
+
+@dataclass(frozen=True)
+class Member:
+    """A pool of the group, lowered. `index`: the member whose ids it takes."""
+
+    ref: PoolRef
+    lowered: Lowered
+    index: str | None
+
+    @property
+    def name(self) -> str:
+        return self.ref.name
+
+    @property
+    def moves(self) -> bool:
+        """Whether the pool has bytes that kernels could move."""
+        return bool(self.lowered.programs[0].items)
+
+    @property
+    def walks(self) -> list[str]:
+        return render_cpp.walks(self.lowered)
+
+    @property
+    def arguments(self) -> str:
+        """Name of the class of its constructor's arguments."""
+        return f"{_camel(self.name)}Arguments"
+
+
+def members(group: Group, pools: Mapping[str, Lowered]) -> list[Member]:
+    return [
+        Member(ref, pools[ref.pool], ref.index or pools[ref.pool].pool.index.space) for ref in group.pools
+    ]
+
+
+def class_name(group: Group) -> str:
+    """The Python class of a group."""
+    return f"{_camel(group.name)}HostPoolGroup"
+
+
+def _camel(name: str) -> str:
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+
+# ---- kernels.cu and host.cpp ------------------------------------------------------------------
+
+
+def kernels_view(group: Group, pools: Mapping[str, Lowered]) -> dict[str, Any]:
+    """What group_kernels.cu.jinja and group_host.cpp.jinja print."""
+    moved = [member for member in members(group, pools) if member.moves]
+    return {
+        "group": group,
+        "members": [_included(member) for member in moved],
+        "kernels": [_kernel(part, moved) for part in parts(moved)],
+    }
+
+
+def parts(moved: Sequence[Member]) -> list[str]:
+    """Kernels of the group: those of its pools. One for tokens takes members by page, too."""
+    names = {walk for member in moved for walk in member.walks}
+    order = ("pages", "tokens", "layer_pages", "layer_tokens")
+    return render_cpp.parts([walk for walk in order if walk in names])
+
+
+def _included(member: Member) -> dict[str, Any]:
+    names = ["PROGRAM", *render_cpp.inputs(member.lowered)]
+    return {
+        "name": member.name,
+        "pool": member.ref.pool,
+        "macros": [{"inside": f"PW_{name}", "outside": f"PW_{name}_OF_{member.name}"} for name in names],
+        "present": f"PW_PROGRAM_OF_{member.name}",
+        "only": f"ONLY_{member.name}",
+    }
+
+
+def _kernel(part: str, moved: Sequence[Member]) -> dict[str, Any]:
+    layered = "_layer_" in part
+    way = "WriteBack" if part.startswith("write_back") else "Load"
+    lines = [_only(member, f"{_call(part, way, member)};") for member in moved]
+    if layered:
+        lines = ["for (u32 n = 0; n < steps; ++n) {", *(f"  {line}" for line in lines)]
+        lines += ["  pw::arrive(done, n);", "}"]
+    tail = ["pw::Few few", *(["u32 steps", "u32* done"] if layered else [])]
+    taken = [
+        _only(m, f"PW_PARAM {m.name}::View {m.name}_view, PW_PARAM pw::Ids {m.name}_ids,") for m in moved
+    ]
+    given = [_only(m, f"{m.name}_view, {m.name}_ids,") for m in moved]
+    return {
+        "name": part,
+        "parameters": [*taken, "PW_PARAM " + ", ".join(tail)],
+        "lines": lines,
+        "read": [line for member in moved for line in _reads(member)] + _reads_rest(layered),
+        "call": " ".join([*given, ", ".join(word.split()[-1] for word in tail)]),
+    }
+
+
+def _call(part: str, way: str, member: Member) -> str:
+    """One member's moves in a kernel, by page or by token as its ids say."""
+    step = "step_" if "_layer_" in part else ""
+    at = f", {member.name}_ids.steps + n * {member.name}::columns" if step else ""
+
+    def move(unit: str, ids: str) -> str:
+        name = f"{member.name}::move_{step}{unit}<pw::{way}>"
+        return f"{name}({member.name}_view, {member.name}_ids.{ids}, {member.name}_ids.count{at})"
+
+    pages = move("pages", "pages(few)")
+    if step:  # a pool that has nothing in the launch has no steps either
+        pages = f"if ({member.name}_ids.count != 0) {pages}"
+    if not part.endswith("tokens") or "tokens" not in member.walks:
+        return pages
+    return f"if ({member.name}_ids.by_token) {move('tokens', 'tokens()')}; else {pages}"
+
+
+def _only(member: Member, text: str) -> str:
+    return f"ONLY_{member.name}({text})"
+
+
+def _reads(member: Member) -> list[str]:
+    """Lines that take a member's parameters from a launch that is played on the CPU."""
+    name = member.name
+    return [
+        _only(member, f"const {name}::View& {name}_view = *(const {name}::View*)*params++;"),
+        _only(member, f"const pw::Ids& {name}_ids = *(const pw::Ids*)*params++;"),
+    ]
+
+
+def _reads_rest(layered: bool) -> list[str]:
+    few = "const pw::Few& few = *(const pw::Few*)params[0];"
+    if not layered:
+        return [few]
+    return [few, "const u32 steps = *(const u32*)params[1];", "u32* const done = *(u32**)params[2];"]
+
+
+# ---- group.py ---------------------------------------------------------------------------------
+
+
+def group_view(group: Group, pools: Mapping[str, Lowered]) -> dict[str, Any]:
+    """What group.py.jinja prints."""
+    found = members(group, pools)
+    classes = sorted({(member.ref.pool, member.lowered.pool.class_name) for member in found})
+    parameters, arguments = _shape(group, found)
+    fields = [_member(member) for member in found]
+    lists = "Iterable" in str((fields, parameters))
+    return {
+        "group": group,
+        "class_name": class_name(group),
+        "summary": group.summary or f"The pools of {group.name}.",
+        "classes": classes,
+        "members": fields,
+        "collections": ["Iterable", "Mapping"] if lists else ["Mapping"],
+        "spec": _spec(group, found),
+        "parameters": parameters,
+        "arguments": arguments,
+        "params": bool(group.params),
+    }
+
+
+def _member(member: Member) -> dict[str, Any]:
+    pool = member.lowered.pool
+    fields = []
+    for name, kind, needed in render_python.shape(member.lowered):
+        if name in dict(member.ref.params) or name == "page_size":
+            continue
+        if name == "layers" and member.ref.layers is not None:
+            continue
+        fields.append(f"{name}: {kind}" if needed else f"{name}: NotRequired[{kind}]")
+    takes = f" Takes the ids of {member.index}." if member.index else ""
+    return {
+        "name": member.name,
+        "class_name": pool.class_name,
+        "arguments": member.arguments,
+        "doc": f"What {member.name}, a pool {pool.name}, is built with.{takes}",
+        "fields": fields,
+    }
+
+
+def _spec(group: Group, found: Sequence[Member]) -> list[str]:
+    lines = [
+        f'name="{group.name}",',
+        f'source="{group.source}",',
+        f'anchor="{group.anchor}",',
+        "members={",
+        *(f'    "{member.name}": {_member_spec(member)},' for member in found),
+        "},",
+    ]
+    if group.budget:
+        lines += ["budget={", *(f'    "{name}": {_amount(text)},' for name, text in group.budget), "},"]
+    if group.params:
+        lines += ["params=(", *(f"    {render_python.param(param)}," for param in group.params), "),"]
+    kernels = parts([member for member in found if member.moves])
+    return [*lines, f"parts={render_python.strings(kernels)},"]
+
+
+def _member_spec(member: Member) -> str:
+    ref = member.ref
+    words = [member.lowered.pool.class_name]
+    words += [f'layers="{ref.layers}"'] if ref.layers else []
+    words += [f'index="{member.index}"'] if member.index else []
+    words += [f'hit="{ref.hit}"'] if ref.hit != "all_pages" else []
+    words += [f'restore_with="{ref.restore_with}"'] if ref.restore_with else []
+    if ref.params:
+        entries = ", ".join(f'"{name}": {render_python.function(size)}' for name, size in ref.params)
+        words.append(f"params={{{entries}}}")
+    return f"MemberSpec({', '.join(words)})"
+
+
+def _amount(text: str) -> str:
+    return '"off"' if text == "off" else text
+
+
+def _shape(group: Group, found: Sequence[Member]) -> tuple[list[str], list[str]]:
+    """Parameters of the constructor that decide sizes, and how they are handed on."""
+    lists = list(dict.fromkeys(member.ref.layers for member in found if member.ref.layers))
+    by_token = [m for m in found if any(name == "page_size" for name, _, _ in render_python.shape(m.lowered))]
+    parameters = [f"{p.name}: {_kind(p)}," for p in group.params]
+    parameters += [f"{name}: Iterable[int]," for name in lists]
+    parameters += [f"{member.name}: {member.arguments}," for member in found if member.name == group.anchor]
+    parameters += [
+        f"{member.name}: {member.arguments} | None = None," for member in found if member.name != group.anchor
+    ]
+    parameters += ["page_size: int,"] if by_token else []
+    arguments = [
+        "sizes={" + ", ".join(f'"{p.name}": {p.name}' for p in group.params) + "},",
+        "layers={" + ", ".join(f'"{name}": {name}' for name in lists) + "},",
+        "members={" + ", ".join(f'"{member.name}": {member.name}' for member in found) + "},",
+        "page_size=" + ("page_size," if by_token else "1,"),
+    ]
+    return parameters, arguments
+
+
+def _kind(param: Param) -> str:
+    return "int" if param.length is None else "Iterable[int]"

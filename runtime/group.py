@@ -1,0 +1,268 @@
+"""The base of every generated group: pools that are allocated and moved together.
+
+A generated class adds what its spec decides: which pools, whose ids they take, the typed constructor. The
+pools are ordinary ones that share code, streams and order; a pool that takes the ids of another has no
+slots of its own and is moved in every call that moves the other.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from poolwright.runtime import program as programs
+from poolwright.runtime.backend import Code
+from poolwright.runtime.choice import Availability
+from poolwright.runtime.driver import Stream
+from poolwright.runtime.errors import OutOfMemoryBudget
+from poolwright.runtime.group_plan import GroupBytes, GroupSpec, plan, sources
+from poolwright.runtime.memory import available_host_bytes
+from poolwright.runtime.moves import Move
+from poolwright.runtime.pool import HostPool, Shared, being_built
+from poolwright.runtime.program import GroupProgram
+from poolwright.runtime.ticket import Ticket
+
+Ids = tuple[torch.Tensor, torch.Tensor]
+"""(host, device) ids of one pool."""
+
+
+class HostPoolGroup:
+    """Pools that move together, in the fixed order of the spec: one budget, one allocation, one call.
+
+    `pools`: those that are not switched off, by name; each is an attribute too. Every method may be called
+    from any thread. Raises ValueError for wrong arguments with nothing done.
+    """
+
+    spec: ClassVar[GroupSpec]
+    STAGING_BYTES: ClassVar[int] = HostPool.STAGING_BYTES
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device,
+        require: str | None,
+        hugepages: bool | None,
+        **sizes: Any,
+    ) -> None:
+        planned = plan(self.spec, **sizes)
+        needed, available = sum(need.host for _, need in planned.values()), available_host_bytes()
+        if needed > available:
+            raise OutOfMemoryBudget(f"{self.spec.name}: host memory", needed, available, "lower the capacity")
+        folder = programs.folder_of(type(self))
+        sized = {name: need.program for name, (_, need) in planned.items()}
+        place = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
+        code = Code(GroupProgram(self.spec.name, folder, self.spec.parts, sized), place, require)
+        self._shared = Shared(code, self.spec.name)
+        self._lock = threading.Lock()
+        self.pools: dict[str, HostPool] = {}
+        common: dict[str, Any] = {"device": place, "require": require, "hugepages": hugepages}
+        token = being_built.set(self._shared)
+        try:
+            for name, (arguments, _) in planned.items():
+                self._shared.member = name
+                self.pools[name] = self.spec.members[name].pool(**arguments, **common)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            being_built.reset(token)
+        self.__dict__ |= self.pools
+        for name in self.pools:
+            self._follow(name)
+
+    def _follow(self, name: str) -> None:
+        """Have the pools that take the ids of this one move with it."""
+        pool, members = self.pools[name], self.spec.members
+        chain = [other for other in self.pools if name in sources(members, other)]
+        pool._followers = tuple(self.pools[other] for other in chain)
+        pool._numbers = (pool._number, *(follower._number for follower in pool._followers))
+        pool._source = members[name].index
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).spec.members and "pools" in self.__dict__:
+            raise AttributeError(f"{self.spec.name}: pool {name!r} is switched off")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # ---- sizes
+
+    @classmethod
+    def _required_bytes(cls, **sizes: Any) -> GroupBytes:
+        return GroupBytes({name: need for name, (_, need) in plan(cls.spec, **sizes).items()})
+
+    # ---- slots
+
+    def alloc(self, counts: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
+        """Ids of free pages for each pool (int64, CPU), or None, with nothing taken, when any pool is full.
+
+        `counts`: ids by pool; pools that are switched off are left out. Depends on the sequence of calls
+        alone, so ranks that make the same calls get the same ids.
+        """
+        wanted = {name: operator.index(count) for name, count in self._named("alloc", counts).items()}
+        taken: dict[str, torch.Tensor] = {}
+        with self._lock:
+            try:
+                for name, count in wanted.items():
+                    ids = self.pools[name].alloc(count)
+                    if ids is None:
+                        self._give_back(taken)
+                        return None
+                    taken[name] = ids
+            except BaseException:
+                self._give_back(taken)
+                raise
+        return taken
+
+    def _give_back(self, taken: Mapping[str, torch.Tensor]) -> None:
+        for name, ids in taken.items():
+            self.pools[name]._slots.free(ids)
+
+    def free(self, ids: Mapping[str, torch.Tensor], after: Ticket | None = None) -> dict[str, int]:
+        """Give whole pages of several pools back, all or none; how many ids of each."""
+        named = self._named("free", ids)
+        with self._lock:
+            pages = {name: self.pools[name]._freeable(each, after) for name, each in named.items()}
+            for name, each in pages.items():
+                self.pools[name]._slots.free_pages(each)
+        return {name: each.numel() for name, each in named.items()}
+
+    def available_size(self) -> dict[str, int]:
+        """Free ids of every pool that has slots of its own."""
+        return {name: pool.available_size() for name, pool in self.pools.items() if pool._source is None}
+
+    def clear(self) -> None:
+        """Take every page back, after everything in flight. Bytes stay as they are."""
+        for pool in self.pools.values():
+            if pool._source is None:
+                pool.clear()
+
+    # ---- device tensors
+
+    def bind(
+        self,
+        tensors: Mapping[str, Mapping[str, object]],
+        layer_ids: Mapping[str, Iterable[int]] | None = None,
+    ) -> None:
+        """Use these device tensors, by pool as its own `bind` takes them; all are checked before any is used.
+
+        A pool without bytes needs none.
+        """
+        given = self._known("bind", tensors)
+        named = {} if layer_ids is None else self._known("bind", layer_ids)
+        bound = {}
+        for name, pool in self.pools.items():
+            pool._alive()
+            if name not in given and pool.program.device:
+                raise ValueError(f"{self.spec.name}: bind: no tensors for pool {name!r}")
+            ids = tuple(named[name]) if name in named else None
+            bound[pool._number] = (pool, pool._backend.bind(pool, given.get(name, {}), ids))
+        pool._take(bound)
+
+    def rebind(
+        self,
+        tensors: Mapping[str, Mapping[str, object]],
+        layer_ids: Mapping[str, Iterable[int]] | None = None,
+    ) -> None:
+        """`bind` anew, after everything in flight."""
+        self._shared.transfers.drain()
+        self.bind(tensors, layer_ids)
+
+    # ---- transfers
+
+    def write_back(
+        self,
+        moves: Mapping[str, Ids],
+        unit: str | Mapping[str, str] = "token",
+        *,
+        producer: Stream = None,
+        validate: str = "cheap",
+        path: str | Mapping[str, str] | None = None,
+        qos: str | None = None,
+    ) -> Ticket:
+        """Copy device pages of several pools to host pages (D2H): (host, device) ids by pool.
+
+        `unit`, `path`: for all pools, or by pool. One launch and one batch of copies for all that take the
+        same path; a pool that takes another's ids moves with it.
+        """
+        found = self._moves("write_back", moves, unit, validate, path, qos, False)
+        return self._shared.transfers.submit("write_back", found, self._caller(producer))
+
+    def load(
+        self,
+        moves: Mapping[str, Ids],
+        unit: str | Mapping[str, str] = "token",
+        *,
+        order: str = "bulk",
+        layers: Iterable[int] | None = None,
+        readers: Stream = None,
+        validate: str = "cheap",
+        path: str | Mapping[str, str] | None = None,
+        qos: str | None = None,
+    ) -> Ticket:
+        """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
+        pools, each told on its own; `layers`: only these layer ids."""
+        named = self._named("load", moves)
+        numbers = tuple(number for name in named for number in self.pools[name]._numbers)
+        steps = self._shared.transfers.ordered(numbers, order, layers)
+        found = self._moves("load", moves, unit, validate, path, qos, steps is not None)
+        return self._shared.transfers.submit("load", found, self._caller(readers), steps)
+
+    def _moves(
+        self,
+        direction: str,
+        moves: Mapping[str, Ids],
+        unit: str | Mapping[str, str],
+        validate: str,
+        path: str | Mapping[str, str] | None,
+        qos: str | None,
+        layered: bool,
+    ) -> list[Move]:
+        for what in (unit, path):
+            if isinstance(what, Mapping):
+                self._known(direction, what)
+        found: list[Move] = []
+        for name, (host, device) in self._named(direction, moves).items():
+            of = unit if isinstance(unit, str) else unit.get(name, "token")
+            found += self.pools[name]._moves(direction, host, device, of, validate, path, qos, layered)
+        return found
+
+    def path_report(self) -> tuple[Availability, ...]:
+        """Every path: whether it can run here; when not, why, and the command that mends it."""
+        return self._shared.code.report()
+
+    def destroy(self) -> None:
+        """Give everything back, after everything in flight. Again: nothing happens.
+
+        Raises PoolError when something in flight failed; everything is given back all the same.
+        """
+        self._end()
+
+    def _end(self) -> None:
+        for pool in self.pools.values():
+            pool._forget()
+        self._shared.end()
+
+    # ---- pieces
+
+    def _known(self, call: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What is given for pools that are on, in the fixed order. Raises ValueError for unknown names."""
+        for name in given:
+            if name not in self.spec.members:
+                known = ", ".join(self.spec.members)
+                raise ValueError(f"{self.spec.name}: {call}: no pool {name!r}; pools are {known}")
+        return {name: given[name] for name in self.pools if name in given}
+
+    def _named(self, call: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """As `_known`, for calls that take ids: only pools that have ids of their own."""
+        found = self._known(call, given)
+        for name in found:
+            source = self.pools[name]._source
+            if source is not None:
+                raise ValueError(f"{self.spec.name}: {call}: {name} takes the ids of {source}: name that")
+        return found
+
+    def _caller(self, stream: Stream) -> Stream:
+        return self._shared.code.driver.current_stream() if stream is None else stream
