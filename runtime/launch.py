@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from poolwright.runtime.driver import Driver, Kernels, Parameters, Stream
+from poolwright.runtime.driver import Driver, Kernels, Launch, Parameters, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.moves import Member, Place, Steps
@@ -37,7 +37,8 @@ class Part(NamedTuple):
 
 
 class _Block:
-    """Parameters of one pool. `most`: ids that one launch can count, by unit; in layer order."""
+    """Parameters of one pool. `most`: ids that one launch can count, `nbytes`: bytes of an id; both by unit,
+    in layer order."""
 
     def __init__(self, member: Member, align: int) -> None:
         table = 0 if member.table is None else member.table.address
@@ -48,6 +49,11 @@ class _Block:
         self.ids = (ctypes.c_uint8 * _IDS.size)()
         self.most = {
             (unit, layered): member.program.ids_per_launch(unit, layered, align)
+            for unit in ("pages", "tokens")
+            for layered in (False, True)
+        }
+        self.nbytes = {
+            (unit, layered): member.program.bytes_per_id(unit, layered)
             for unit in ("pages", "tokens")
             for layered in (False, True)
         }
@@ -65,13 +71,12 @@ class Launcher:
             if member.program.device  # else the kernels know nothing of it
         ]
         self._few = (ctypes.c_uint32 * FEW)()
-        self._steps, self._done = ctypes.c_uint32(), ctypes.c_uint64()
+        self._steps, self._window, self._done = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.c_uint64()
         blocks = [each for block in inside for each in (block.view, block.ids)]
         self._bulk = Parameters(*blocks, self._few)
-        self._layered = Parameters(*blocks, self._few, self._steps, self._done)
-        self._ready: dict[tuple[str, str], Callable[[Stream], None]] = {}
+        self._layered = Parameters(*blocks, self._few, self._steps, self._window, self._done)
+        self._ready: dict[str, Launch] = {}
         self._used: list[_Block] = []
-        self._arrivals = dict(kernels.grid)
 
     def launch(
         self,
@@ -85,14 +90,14 @@ class Launcher:
     ) -> int:
         """Move all ids of all parts; in layer order in so many `steps`, counted from address `done` on.
 
-        Returns how many blocks count each step. `keep` takes what must stay alive until the launch has
+        Returns how far each counter goes. `keep` takes what must stay alive until the launch has
         run, also when it fails.
         """
         layered = parts[0].steps is not None
         for block in self._used:
             ctypes.memset(block.ids, 0, _IDS.size)
         self._used = [self._blocks[part.member] for part in parts]
-        few, unit = 0, "pages"
+        few, unit, nbytes = 0, "pages", 0
         for (_, place, batch, order), block in zip(parts, self._used, strict=True):
             count = len(batch.host)
             here = self._steps_of(order, stream, keep) if layered else 0
@@ -107,16 +112,19 @@ class Launcher:
                 raise PoolError(
                     f"{count} {batch.unit} are more than one launch can count; move fewer at once"
                 )
+            nbytes += count * block.nbytes[batch.unit, layered]
             block.view[1], block.view[2] = place
         if layered:
             self._steps.value, self._done.value = steps, done
+            self._window.value = window(nbytes, self._kernels.window)
+            nbytes *= steps
+        grid = self._kernels.grid(purpose, nbytes)
         name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
-        launch = self._ready.get((name, purpose))
+        launch = self._ready.get(name)
         if launch is None:
-            params = self._layered if layered else self._bulk
-            launch = self._ready[name, purpose] = self._kernels.prepare(name, purpose, params)
-        launch(stream)
-        return self._arrivals[purpose]
+            launch = self._ready[name] = self._kernels.prepare(name, self._layered if layered else self._bulk)
+        launch(stream, grid)
+        return grid * self._kernels.arrivals
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
@@ -146,6 +154,12 @@ class Launcher:
             self._driver.upload(memory.address, steps.numbers, stream)
             steps.memory = memory
         return steps.memory.address
+
+
+def window(step_bytes: int, most: int) -> int:
+    """How many steps of so many bytes a load in layer order moves together: small layers would leave the link
+    idle between them, large ones are told one by one."""
+    return max(1, most // max(step_bytes, 1))
 
 
 @functools.cache
