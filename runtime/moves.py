@@ -20,12 +20,16 @@ ABSENT = 0xFFFFFFFF
 
 
 class Move(NamedTuple):
-    """One pool's part of a submission: its number among the members, its name, checked ids, their path."""
+    """One pool's part of a submission: its number among the members, its name, checked ids, their path.
+
+    `predicted`: seconds that the cost model expects; None where it knows nothing.
+    """
 
     member: int
     name: str
     batch: Batch
     path: str
+    predicted: float | None = None
 
 
 class Steps:

@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from poolwright.runtime.costs import Costs
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Place, Ring
 
 SLOTS = 2
-SMALLEST_CHUNK = 2 << 20
-CHUNKS = 8
-"""A transfer is cut into about so many chunks: enough to overlap both stages, few enough to submit."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,11 @@ class _Stage:
             for here, there in zip(outer.starts, inner.starts, strict=True)
         )
 
-    def chunks(self, batch: Batch, capture: bool) -> Iterator[Batch]:
-        """Parts of a batch that fit a slot, in the order of their host pages, so that runs merge.
-
-        Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
-        """
-        count, size = len(batch.host), self.ring.slot_pages
-        if not capture:
-            wanted = max(SMALLEST_CHUNK, count * self.page_bytes // CHUNKS) // self.page_bytes
-            size = max(1, min(size, wanted))
+    def chunks(self, batch: Batch, wanted: int) -> Iterator[Batch]:
+        """At least `wanted` parts of a batch that fit a slot, in the order of their host pages, so that runs
+        merge."""
+        count = len(batch.host)
+        size = max(1, min(self.ring.slot_pages, -(-count // wanted)))
         if batch.on_device is not None:
             span = len(batch.on_device) // count
             for i in range(0, count, size):
@@ -86,8 +80,8 @@ class Staging:
     because they are more than it holds.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, costs: Costs) -> None:
+        self._driver, self._costs = driver, costs
         self._stages: dict[int, _Stage] = {}
         self._free: list[Event | None] = [None] * SLOTS  # after which a slot may be used again
         self._turn = 0
@@ -114,7 +108,7 @@ class Staging:
         self.delayed = sum(
             max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
         )
-        for slot, chunk in self._chunks(moves, capturing=True):
+        for slot, chunk in self._chunks(moves, "write_back"):
             free = self._free[slot]
             if free is not None:
                 driver.wait(stream, free)
@@ -131,7 +125,7 @@ class Staging:
         """Copy in `copies`, scatter in `stream`."""
         driver = self._driver
         driver.wait(copies, driver.record(stream))
-        for slot, chunk in self._chunks(moves, capturing=False):
+        for slot, chunk in self._chunks(moves, "load"):
             free = self._free[slot]
             if free is not None:
                 driver.wait(copies, free)
@@ -144,11 +138,18 @@ class Staging:
         """Use no slot before `event`, which is behind everything submitted so far."""
         self._free[:] = [event] * SLOTS
 
-    def _chunks(self, moves: Sequence[Move], capturing: bool) -> Iterator[tuple[int, _Chunk]]:
-        """(slot, what goes through it) for each turn: the next part of every move that has one left."""
+    def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[tuple[int, _Chunk]]:
+        """(slot, what goes through it) for each turn: the next part of every move that has one left.
+
+        Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
+        """
         stages = [self._stages[move.member] for move in moves]
+        nbytes = sum(
+            stage.page_bytes * len(move.batch.host) for stage, move in zip(stages, moves, strict=True)
+        )
+        wanted = self._costs.of(direction).chunks(nbytes)
         lists = [
-            stage.chunks(move.batch, capturing and stage.member.in_place)
+            stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)
             for stage, move in zip(stages, moves, strict=True)
         ]
         for turn in zip_longest(*lists):

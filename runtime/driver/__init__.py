@@ -103,8 +103,12 @@ class Driver(Protocol):
         """The stream that the caller's own work goes to."""
         ...
 
-    def record(self, stream: Stream) -> Event:
-        """An event behind everything submitted to `stream` so far."""
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        """An event behind everything submitted to `stream` so far; `timed`: one that `elapsed` takes."""
+        ...
+
+    def elapsed(self, begin: Event, end: Event) -> float:
+        """Seconds between two timed events that have happened."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:

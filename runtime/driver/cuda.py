@@ -124,6 +124,7 @@ class CudaDriver:
         self._threads: set[int] = set()
         self._ok = driver.CUresult.CUDA_SUCCESS
         self._events: list[Any] = []
+        self._timed: list[Any] = []
         self._lock = threading.Lock()
         self._batch = _BatchCopy()
 
@@ -196,15 +197,19 @@ class CudaDriver:
     def current_stream(self) -> Stream:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        store = self._timed if timed else self._events
         try:
-            handle = self._events.pop()
+            handle = store.pop()
         except IndexError:
-            handle = _check(self._api.cuEventCreate(2), "create an event")  # 2: no timing
+            handle = _check(self._api.cuEventCreate(0 if timed else 2), "create an event")  # 2: no timing
         (code,) = self._api.cuEventRecord(handle, stream if type(stream) is int else stream.cuda_stream)
         if code != self._ok:
             _check((code, None), "record an event")
-        return CudaEvent(handle, self._events)
+        return CudaEvent(handle, store)
+
+    def elapsed(self, begin: Event, end: Event) -> float:
+        return float(_check(self._api.cuEventElapsedTime(begin.handle, end.handle), "time of events")) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         target = stream if type(stream) is int else stream.cuda_stream

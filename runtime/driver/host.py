@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -70,8 +71,11 @@ class HostDriver:
     def current_stream(self) -> Stream:
         return None
 
-    def record(self, stream: Stream) -> Event:
-        return None
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        return time.perf_counter() if timed else None
+
+    def elapsed(self, begin: Event, end: Event) -> float:
+        return float(end - begin)
 
     def wait(self, stream: Stream, event: Event) -> None:
         return None
