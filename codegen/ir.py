@@ -151,6 +151,12 @@ class Pool:
         """Whether pages consist of tokens (else one page is one row: a page row, state slot, request)."""
         return self.index.unit == "token" and self.index.row is None
 
+    @property
+    def layer_list(self) -> str | None:
+        """The list that `layers` of a group's pool stands for: the only one, or `layers`; None: unclear."""
+        named = {c.layers for c in self.components if c.layers is not None} or {"layers"}
+        return next(iter(named)) if len(named) == 1 else "layers" if "layers" in named else None
+
 
 @dataclass(frozen=True)
 class PoolRef:

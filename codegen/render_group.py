@@ -170,7 +170,7 @@ def _member(member: Member) -> dict[str, Any]:
     for name, kind, needed in render_python.shape(member.lowered):
         if name in dict(member.ref.params) or name == "page_size":
             continue
-        if name == "layers" and member.ref.layers is not None:
+        if name == pool.layer_list and member.ref.layers is not None:
             continue
         fields.append(f"{name}: {kind}" if needed else f"{name}: NotRequired[{kind}]")
     takes = f" Takes the ids of {member.index}." if member.index else ""
@@ -203,7 +203,8 @@ def _spec(group: Group, found: Sequence[Member]) -> list[str]:
 def _member_spec(member: Member) -> str:
     ref = member.ref
     words = [member.lowered.pool.class_name]
-    words += [f'layers="{ref.layers}"'] if ref.layers else []
+    if ref.layers is not None:
+        words.append(f'layers={{"{member.lowered.pool.layer_list}": "{ref.layers}"}}')
     words += [f'index="{member.index}"'] if member.index else []
     words += [f'hit="{ref.hit}"'] if ref.hit != "all_pages" else []
     words += [f'restore_with="{ref.restore_with}"'] if ref.restore_with else []

@@ -13,6 +13,15 @@ from poolwright.codegen.names import argument_problem, name_problem, shorten, su
 from poolwright.codegen.nodes import Path
 from poolwright.codegen.scope import Scope
 
+_WORDS = frozenset(
+    # what a group's constructor takes and its class has beside its pools
+    "sizes members device layout page_size capacity_bytes capacity_pages budget staging_bytes capture_bytes "
+    "require hugepages pools spec alloc free available_size clear bind rebind write_back load path_report "
+    "destroy required_bytes "
+    # names inside its kernels
+    "few steps done params grid block".split()
+)
+
 _FRACTION = re.compile(r"0?\.[0-9]{1,9}|1\.0{1,9}")
 _BYTES = re.compile(r"([0-9]{1,15}) ?(KiB|MiB|GiB|TiB|kB|MB|GB|TB|B)?")
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -30,6 +39,7 @@ def resolve_group(document: Document[schema.Group], pools: Mapping[str, ir.Pool]
     lists = {name: param.list_ for name, param in spec.params.items() if param.list_ is not None}
     scope = Scope(document, frozenset(spec.params) - set(lists), lists)
     members = tuple(_member(checks, scope, name, member, pools) for name, member in spec.pools.items())
+    _check_names(checks, spec)
     _check_links(checks, spec, pools)
     budget = _budget(checks, spec)
     params = tuple(_param(checks, scope, name, param) for name, param in spec.params.items())
@@ -55,6 +65,19 @@ def _check_head(checks: Checks, spec: schema.Group, stem: str) -> None:
         checks.name(("anchor",), message, key=False)
 
 
+def _check_names(checks: Checks, spec: schema.Group) -> None:
+    """Pools, parameters and layer lists are arguments of one constructor, pools attributes of one class."""
+    lists = [member.layers for member in spec.pools.values()]
+    for name in spec.pools:
+        if name in _WORDS:
+            checks.name(("pools", name), f"{name!r} is a word of every group: take another name")
+        if name in spec.params or name in lists:
+            checks.name(("pools", name), f"{name!r} is also a parameter or a layer list: take another name")
+    for name in spec.params:
+        if name in lists:
+            checks.name(("params", name), f"{name!r} is also a layer list: take another name")
+
+
 def _param(checks: Checks, scope: Scope, name: str, param: schema.Param) -> ir.Param:
     equals: Expr | None = None
     if param.equals is not None:
@@ -76,9 +99,19 @@ def _member(
         if member.pool not in pools:
             checks.fail((*at, "pool"), f"unknown pool {shorten(member.pool)}{suggest(member.pool, pools)}")
         params = _member_params(checks, scope, at, member, pools[member.pool])
+        _check_layers(checks, at, member, pools[member.pool])
     return ir.PoolRef(
         name, member.pool, member.layers, member.index, member.hit, member.restore_with, tuple(params)
     )
+
+
+def _check_layers(checks: Checks, at: Path, member: schema.Member, pool: ir.Pool) -> None:
+    if member.layers is not None and pool.layer_list is None:
+        known = ", ".join(sorted({c.layers for c in pool.components if c.layers is not None}))
+        message = (
+            f"pool {pool.name!r} has several layer lists ({known}): leave `layers` out, give them at run time"
+        )
+        checks.fail((*at, "layers"), message)
 
 
 def _member_params(
@@ -120,11 +153,23 @@ def _check_links(checks: Checks, spec: schema.Group, pools: Mapping[str, ir.Pool
                 f"pool {member.pool!r} takes the indices of {space!r}: name a pool so, or write index: NAME"
             )
             checks.name(at, message)
+        source = spec.pools.get(member.index or space or "")
+        if source is not None and {member.pool, source.pool} <= set(pools):
+            if _has_pages(pools[member.pool]) != _has_pages(pools[source.pool]):
+                message = (
+                    "one of the two has pages of tokens, the other has not: their ids mean different things"
+                )
+                checks.name(at, message)
         if (space is not None or member.index is not None) and name == spec.anchor:
             checks.name(at, "the anchor has indices of its own, this pool takes them from another")
     if not checks.errors:
         _check_cycles(checks, spec, pools, "index")
         _check_cycles(checks, spec, pools, "restore_with")
+
+
+def _has_pages(pool: ir.Pool) -> bool:
+    """Whether the ids of a pool are tokens, of which `page_size` make a page."""
+    return pool.has_tokens or pool.index.space is not None
 
 
 def _check_cycles(checks: Checks, spec: schema.Group, pools: Mapping[str, ir.Pool], key: str) -> None:

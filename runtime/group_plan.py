@@ -18,11 +18,11 @@ _GIVEN = ("capacity_pages", "capacity_bytes", "staging_bytes", "capture_bytes", 
 
 @dataclass(frozen=True)
 class MemberSpec:
-    """A pool of a group. `layers`: the group's list that is its `layers`; `index`: the pool whose ids it
+    """A pool of a group. `layers`: the group's list for one of its own; `index`: the pool whose ids it
     takes; `params`: its parameters that follow from the group's."""
 
     pool: type[HostPool]
-    layers: str | None = None
+    layers: Mapping[str, str] = field(default_factory=dict)
     index: str | None = None
     hit: str = "all_pages"
     restore_with: str | None = None
@@ -142,7 +142,7 @@ def _arguments(
     member = spec.members[name]
     taken = inspect.signature(member.pool.required_bytes).parameters  # type: ignore[attr-defined]
     fixed: dict[str, Any] = {param: size_of(formula, known) for param, formula in member.params.items()}
-    fixed |= {"layers": lists[member.layers]} if member.layers is not None else {}
+    fixed |= {own: lists[ids] for own, ids in member.layers.items()}
     fixed |= {"page_size": page_size} if "page_size" in taken else {}
     for argument in given or ():
         if argument not in taken or argument in fixed or argument in _GIVEN:

@@ -51,11 +51,11 @@ class Hazards:
         if ticket is not None:
             self._tickets.append(ticket)
 
-    def forget(self) -> None:
-        """Drop what is over. What the pool hands out does not depend on it."""
-        for running in self._running.values():  # one stream each: the oldest is over first
-            while len(running) > KEPT and self._over(running[0]):
-                running.popleft()
+    def forget(self, direction: str) -> None:
+        """Drop what is over of one direction. What the pool hands out does not depend on it."""
+        running = self._running[direction]  # one stream: the oldest is over first
+        while len(running) > KEPT and self._over(running[0]):
+            running.popleft()
         if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
             self._tickets = [ticket for ticket in self._tickets if not ticket.acknowledged]
             self._swept = 2 * len(self._tickets) + 32
@@ -68,7 +68,10 @@ class Hazards:
         running = self._running["load" if direction == "write_back" else "write_back"]
         if running and self._over(running[-1]):
             running.clear()
-        return next((entry.event for entry in reversed(running) if entry.meets(moves)), None)
+        for entry in reversed(running):
+            if entry.meets(moves):
+                return entry.event
+        return None
 
     def _over(self, entry: Submission) -> bool:
         """Whether it has run. One that failed never has: whoever asks its ticket is told."""

@@ -11,7 +11,6 @@ import functools
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -27,18 +26,13 @@ _IDS = struct.Struct("IIIIQQQqQ")
 """`Ids` in prim.h."""
 
 
-class Part(NamedTuple):
-    """What a launch moves of one pool; `steps`: in layer order, as these say."""
-
-    member: int
-    place: Place
-    batch: Batch
-    steps: Steps | None = None
+Part = tuple[int, Place, Batch, Steps | None]
+"""What a launch moves of one pool: its number, where its host pages lie, ids, in layer order as steps say."""
 
 
 class _Block:
-    """Parameters of one pool. `most`: ids that one launch can count, `nbytes`: bytes of an id; both by unit,
-    in layer order."""
+    """Parameters of one pool. `most`, `most_layered`: ids that one launch can count, `nbytes`,
+    `nbytes_layered`: bytes of an id; all by unit."""
 
     def __init__(self, member: Member, align: int) -> None:
         table = 0 if member.table is None else member.table.address
@@ -47,16 +41,15 @@ class _Block:
         self.page_size = member.program.sizes["page_size"]
         self.view = (ctypes.c_int64 * (3 + count))(_signed(table), 0, 0, *strides)
         self.ids = (ctypes.c_uint8 * _IDS.size)()
-        self.most = {
-            (unit, layered): member.program.ids_per_launch(unit, layered, align)
-            for unit in ("pages", "tokens")
+        self.place: Place | None = None  # the one in `view`
+        self.most, self.most_layered = (
+            {unit: member.program.ids_per_launch(unit, layered, align) for unit in ("pages", "tokens")}
             for layered in (False, True)
-        }
-        self.nbytes = {
-            (unit, layered): member.program.bytes_per_id(unit, layered)
-            for unit in ("pages", "tokens")
+        )
+        self.nbytes, self.nbytes_layered = (
+            {unit: member.program.bytes_per_id(unit, layered) for unit in ("pages", "tokens")}
             for layered in (False, True)
-        }
+        )
 
 
 class Launcher:
@@ -75,7 +68,7 @@ class Launcher:
         blocks = [each for block in inside for each in (block.view, block.ids)]
         self._bulk = Parameters(*blocks, self._few)
         self._layered = Parameters(*blocks, self._few, self._steps, self._window, self._done)
-        self._ready: dict[str, Launch] = {}
+        self._ready: dict[tuple[str, bool, str], Launch] = {}
         self._used: list[_Block] = []
 
     def launch(
@@ -93,14 +86,16 @@ class Launcher:
         Returns how far each counter goes. `keep` takes what must stay alive until the launch has
         run, also when it fails.
         """
-        layered = parts[0].steps is not None
-        for block in self._used:
-            ctypes.memset(block.ids, 0, _IDS.size)
-        self._used = [self._blocks[part.member] for part in parts]
+        layered = parts[0][3] is not None
+        used = [self._blocks[part[0]] for part in parts]
+        if used != self._used:
+            for block in self._used:
+                ctypes.memset(block.ids, 0, _IDS.size)
+            self._used = used
         few, unit, nbytes = 0, "pages", 0
-        for (_, place, batch, order), block in zip(parts, self._used, strict=True):
+        for (_, place, batch, order), block in zip(parts, used, strict=True):
             count = len(batch.host)
-            here = self._steps_of(order, stream, keep) if layered else 0
+            here = 0 if order is None else self._steps_of(order, stream, keep)
             if batch.unit == "pages" and batch.on_device is None and few + 2 * count <= FEW:
                 _packer(2 * count)(self._few, 4 * few, *batch.host, *batch.device)
                 _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
@@ -108,23 +103,29 @@ class Launcher:
             else:
                 count = self._listed(block, batch, here, stream, keep)
                 unit = "tokens" if batch.unit == "tokens" else unit
-            if count > block.most[batch.unit, layered]:
+            if count > (block.most_layered if layered else block.most)[batch.unit]:
                 raise PoolError(
                     f"{count} {batch.unit} are more than one launch can count; move fewer at once"
                 )
-            nbytes += count * block.nbytes[batch.unit, layered]
-            block.view[1], block.view[2] = place
+            nbytes += count * (block.nbytes_layered if layered else block.nbytes)[batch.unit]
+            if block.place is not place:
+                block.view[1], block.view[2] = block.place = place
         if layered:
             self._steps.value, self._done.value = steps, done
             self._window.value = window(nbytes, self._kernels.window)
             nbytes *= steps
         grid = self._kernels.grid(purpose, nbytes)
-        name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
-        launch = self._ready.get(name)
+        launch = self._ready.get((direction, layered, unit))
         if launch is None:
-            launch = self._ready[name] = self._kernels.prepare(name, self._layered if layered else self._bulk)
+            launch = self._prepare(direction, layered, unit)
         launch(stream, grid)
         return grid * self._kernels.arrivals
+
+    def _prepare(self, direction: str, layered: bool, unit: str) -> Launch:
+        name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
+        made = self._kernels.prepare(name, self._layered if layered else self._bulk)
+        self._ready[direction, layered, unit] = made
+        return made
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
@@ -145,9 +146,8 @@ class Launcher:
         _IDS.pack_into(block.ids, 0, count, 0, 1, wide, memory.address, second, address, step, steps)
         return count
 
-    def _steps_of(self, steps: Steps | None, stream: Stream, keep: list[object]) -> int:
+    def _steps_of(self, steps: Steps, stream: Stream, keep: list[object]) -> int:
         """Where the device has the numbers. They are written once, in the stream of every later load."""
-        assert steps is not None
         keep.append(steps)
         if steps.memory is None:
             memory = self._driver.allocate(4 * max(len(steps.numbers), 1))

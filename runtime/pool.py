@@ -67,16 +67,14 @@ class Shared:
         self.code, self.group, self.owner = code, group, os.getpid()
         self.transfers = Transfers(code, code.name)
         self.member: str | None = None
+        self.ended = False
         # Held by the finalizer, the transfers outlive pools that are dropped with work in flight.
         self._end = weakref.finalize(self, _close, self.transfers, self.owner)
 
     def end(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens."""
+        self.ended = True
         self._end()
-
-    @property
-    def ended(self) -> bool:
-        return not self._end.alive
 
 
 def _close(transfers: Transfers, owner: int) -> None:

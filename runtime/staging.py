@@ -7,17 +7,16 @@ into longer ones. While the copy engine empties one slot, kernels fill the next.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from poolwright.runtime.costs import Costs
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
-from poolwright.runtime.moves import Member, Move, Place, Ring
+from poolwright.runtime.moves import Member, Move, Ring
 
 SLOTS = 2
 
@@ -37,6 +36,7 @@ class _Stage:
     def __init__(self, member: Member, ring: Ring) -> None:
         self.member, self.ring = member, ring
         self.page_bytes = max(member.layout.page_bytes, 1)
+        self.slots = [ring.slot(number) for number in range(SLOTS)]
         inside = member.program.host(ring.slot_pages)
         self.spans = tuple(
             _Span(member.place.address + here, there, outer.nbytes)
@@ -45,32 +45,46 @@ class _Stage:
             for here, there in zip(outer.starts, inner.starts, strict=True)
         )
 
-    def chunks(self, batch: Batch, wanted: int) -> Iterator[Batch]:
-        """At least `wanted` parts of a batch that fit a slot, in the order of their host pages, so that runs
-        merge."""
-        count = len(batch.host)
+    def chunks(self, batch: Batch, wanted: int) -> Iterator[tuple[list[int], Batch]]:
+        """About `wanted` parts of a batch that fit a slot: host pages, and the ids with positions in the slot
+        for them. They come in the order of their host pages, so that runs merge."""
+        host, device, on_device = batch.host, batch.device, batch.on_device
+        count = len(host)
         size = max(1, min(self.ring.slot_pages, -(-count // wanted)))
-        if batch.on_device is not None:
-            span = len(batch.on_device) // count
-            for i in range(0, count, size):
-                part = batch.on_device[i * span : (i + size) * span]
-                yield batch._replace(host=batch.host[i : i + size], on_device=part)
-            return
-        order = sorted(range(count), key=batch.host.__getitem__)
-        host = [batch.host[i] for i in order]
-        device = [batch.device[i] for i in order]
+        if on_device is None and (ordered := sorted(host)) != host:
+            places = sorted(range(count), key=host.__getitem__)
+            host, device = ordered, [device[place] for place in places]
+        span = 0 if on_device is None else len(on_device) // count
         for i in range(0, count, size):
-            yield batch._replace(host=host[i : i + size], device=device[i : i + size])
+            pages = host[i : i + size]
+            part = on_device if on_device is None else on_device[i * span : (i + size) * span]
+            inside = list(range(len(pages)))
+            yield pages, Batch(batch.unit, inside, device[i : i + size], set(), None, part)
+
+    def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
+        """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
+        runs, borders = _runs(pages), self.member.buffer.borders
+        for span in self.spans:
+            size, start, inside = span.nbytes, span.host, base + span.slot
+            host = [start + first * size for first, _, _ in runs]
+            slot = [inside + at * size for _, at, _ in runs]
+            sizes = [count * size for _, _, count in runs]
+            if borders:
+                host, slot, sizes = _cut(host, slot, sizes, borders)
+            chunk.host += host
+            chunk.slot += slot
+            chunk.sizes += sizes
 
 
 @dataclass
 class _Chunk:
     """One launch and one batch of copies: what goes through one slot of every pool."""
 
-    parts: list[Part]
-    host: array[int]
-    slot: array[int]
-    sizes: array[int]
+    slot_number: int
+    parts: list[Part] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
 
 class Staging:
@@ -108,7 +122,8 @@ class Staging:
         self.delayed = sum(
             max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
         )
-        for slot, chunk in self._chunks(moves, "write_back"):
+        for chunk in self._chunks(moves, "write_back"):
+            slot = chunk.slot_number
             free = self._free[slot]
             if free is not None:
                 driver.wait(stream, free)
@@ -125,7 +140,8 @@ class Staging:
         """Copy in `copies`, scatter in `stream`."""
         driver = self._driver
         driver.wait(copies, driver.record(stream))
-        for slot, chunk in self._chunks(moves, "load"):
+        for chunk in self._chunks(moves, "load"):
+            slot = chunk.slot_number
             free = self._free[slot]
             if free is not None:
                 driver.wait(copies, free)
@@ -138,45 +154,28 @@ class Staging:
         """Use no slot before `event`, which is behind everything submitted so far."""
         self._free[:] = [event] * SLOTS
 
-    def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[tuple[int, _Chunk]]:
-        """(slot, what goes through it) for each turn: the next part of every move that has one left.
+    def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[_Chunk]:
+        """What goes through each slot in turn: the next part of every move that has one left.
 
         Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
         """
         stages = [self._stages[move.member] for move in moves]
-        nbytes = sum(
-            stage.page_bytes * len(move.batch.host) for stage, move in zip(stages, moves, strict=True)
-        )
+        pairs = list(zip(stages, moves, strict=True))
+        nbytes = sum(stage.page_bytes * len(move.batch.host) for stage, move in pairs)
         wanted = self._costs.of(direction).chunks(nbytes)
         lists = [
             stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)
-            for stage, move in zip(stages, moves, strict=True)
+            for stage, move in pairs
         ]
         for turn in zip_longest(*lists):
             slot, self._turn = self._turn, (self._turn + 1) % SLOTS
-            chunk = _Chunk([], array("Q"), array("Q"), array("Q"))
+            chunk = _Chunk(slot)
             for stage, move, part in zip(stages, moves, turn, strict=True):
                 if part is not None:
-                    _into(chunk, move.member, stage, part, stage.ring.slot(slot))
-            yield slot, chunk
-
-
-def _into(chunk: _Chunk, number: int, stage: _Stage, batch: Batch, place: Place) -> None:
-    """Add a part of one pool to a chunk: positions in the slot for host pages, copies of merged runs."""
-    inside = batch._replace(host=list(range(len(batch.host))))
-    chunk.parts.append(Part(number, place, inside))
-    runs, borders = _runs(batch.host), stage.member.buffer.borders
-    for span in stage.spans:
-        base = place.address + span.slot
-        copies = (
-            [span.host + first * span.nbytes for first, _, _ in runs],
-            [base + at * span.nbytes for _, at, _ in runs],
-            [count * span.nbytes for _, _, count in runs],
-        )
-        for into, found in zip(
-            (chunk.host, chunk.slot, chunk.sizes), _cut(*copies, borders) if borders else copies, strict=True
-        ):
-            into.extend(found)
+                    place = stage.slots[slot]
+                    chunk.parts.append((move.member, place, part[1], None))
+                    stage.copies(chunk, part[0], place.address)
+            yield chunk
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -182,11 +182,12 @@ class Transfers:
             driver.admit(other, self.name)
             keep: list[object] = [moves, self._bound]
             try:
-                self._hazards.forget()
+                self._hazards.forget(direction)
                 driver.wait(stream, driver.record(other))
-                if any(move.batch.on_device is not None for move in moves):
-                    # Ids on the device may come from another stream than the rows.
-                    driver.wait(stream, driver.record(driver.current_stream()))
+                for move in moves:
+                    if move.batch.on_device is not None:  # they may come from another stream than the rows
+                        driver.wait(stream, driver.record(driver.current_stream()))
+                        break
                 before = self._hazards.before(direction, moves)
                 if before is not None:
                     driver.wait(stream, before)
@@ -239,11 +240,13 @@ class Transfers:
         for move in moves if order is None or order.layers else ():
             if move.batch.host and not self.members[move.member].empty:
                 paths.setdefault(move.path, []).append(move)
-        for move in paths.get("torch", ()):
-            self._indexing(direction, move, stream, order)
-        for move in paths.get("host", ()):
-            self._atoms(direction, move, order)
-        direct, staged = paths.get("zero_copy"), paths.get("staged")
+        direct, staged = paths.pop("zero_copy", None), paths.pop("staged", None)
+        for path, rest in paths.items():
+            for move in rest:
+                if path == "host":
+                    self._atoms(direction, move, order)
+                else:
+                    self._indexing(direction, move, stream, order)
         captured: Event = None
         marks: LayerMarks | None = None
         if staged and direction == "write_back":
@@ -268,14 +271,14 @@ class Transfers:
         """Kernels move runs between device rows and pinned host memory."""
         launcher, members = self._launcher_in_use(), self.members
         if order is None:
-            parts = [Part(m.member, members[m.member].place, m.batch) for m in moves]
+            parts: list[Part] = [(m.member, members[m.member].place, m.batch, None) for m in moves]
             launcher.launch(direction, direction, parts, stream, keep)
             return None
         counters, self._counters = self._counters, None  # an unknown part of a failed launch may still count
         if counters is None:
             counters = self._new_counters(stream)
             self._driver.synchronize(self._driver.record(stream))
-        parts = [Part(m.member, members[m.member].place, m.batch, order.steps[m.member]) for m in moves]
+        parts = [(m.member, members[m.member].place, m.batch, order.steps[m.member]) for m in moves]
         count = len(order.layers)
         arrivals = launcher.launch(direction, direction, parts, stream, keep, count, counters.address)
         self._counters = counters

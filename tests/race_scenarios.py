@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from simulation import CONFIGS, World, world
+from simulation import CONFIGS, GROUPS, GroupWorld, World, group_world, world
 
 from poolwright.runtime import transfer
 from poolwright.runtime.errors import PoolError, TransferError
@@ -20,11 +21,17 @@ from poolwright.runtime.errors import PoolError, TransferError
 Choose = Callable[[int], int]
 Scenario = Callable[[Choose], None]
 
-MLA, MHA, LAYER_FIRST = CONFIGS[0], CONFIGS[3], CONFIGS[4]
+MLA, MHA, LAYER_FIRST, KDA = CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6]
+HYBRID, WINDOW, DRAFT = GROUPS
 
 
 def submit(
-    made: World, stores: bool, host: list[int], device: list[int], path: str = "zero_copy", **how: object
+    made: World,
+    stores: bool,
+    host: list[int],
+    device: list[int],
+    path: str | None = "zero_copy",
+    **how: object,
 ) -> object:
     """Move whole pages, in the pool and in the model; returns the ticket."""
     call = made.pool.write_back if stores else made.pool.load
@@ -38,7 +45,7 @@ def submit(
     return ticket
 
 
-def store(made: World, host: list[int], device: list[int], path: str = "zero_copy", **how: object):
+def store(made: World, host: list[int], device: list[int], path: str | None = "zero_copy", **how: object):
     return submit(made, True, host, device, path, **how)
 
 
@@ -419,6 +426,188 @@ def capturing(choose: Choose) -> None:
     finish(made, store(made, [0], [1]))
 
 
+# ---- states that change in place
+
+
+def state_captured(choose: Choose) -> None:
+    """A state may change right after `captured`; what the staging memory cannot hold at once is told."""
+    for slots, pages, delayed in ((1, [0, 1], 0), (1, [0, 1, 2, 3], 2), (2, [0, 1, 2, 3], 0)):
+        made = world(KDA, choose, slot_pages=slots)
+        device = [1 + page for page in pages]
+        produce(made, *device)
+        ticket = store(made, pages, device, None)
+        assert ticket.path == "staged" and ticket.delayed == delayed
+        ticket.captured.wait(made.driver.caller)
+        produce(made, *device)
+        load(made, pages, [7 - page for page in pages], order="layer").wait()
+        finish(made, ticket)
+
+
+def ids_checked_on_the_device(choose: Choose) -> None:
+    """`validate="full"` skips what the device finds wrong, fails the ticket and names the pages."""
+    for config, wrong in ((MLA, 17), (KDA, 0), (KDA, -1)):
+        made = world(config, choose)
+        made.driver.synchronize(made.driver.record(made.driver.caller))
+        size, pages = made.page_size, [3, 1]
+        good = made.tokens([5])
+        ids = made.device_ids([*made.tokens([2])[:-1], wrong, *good], made.driver.caller)
+        ticket = made.pool.write_back(
+            torch.tensor(made.tokens(pages)), ids, validate="full", path="zero_copy"
+        )
+        made.stored(made.tokens([1]), good)
+        del ids
+        with pytest.raises(TransferError, match="out of range or not whole pages") as raised:
+            ticket.wait()
+        assert raised.value.pages == (3,) and size
+        finish(made)
+
+
+# ---- many layers
+
+
+def many_layers(choose: Choose) -> None:
+    """More layers than a launch has blocks, threads or bytes for: each is told when it is there."""
+    made = world(replace(MLA, layers=tuple(range(1, 601, 2))), choose)
+    store(made, [0], [0])
+    ticket = load(made, [0], [3], order="layer")
+    for position in (0, 255, 256, 299):
+        ticket.wait_layer(2 * position + 1, made.driver.caller)
+        made.read(made.driver.caller, made.tokens([3]), [position])
+    finish(made, ticket)
+
+
+def counters_go_round(choose: Choose) -> None:
+    """Progress is told right when the 32-bit counters of layers pass their end."""
+    made = world(MLA, choose)
+    store(made, [0, 1], [0, 1]).wait()
+    transfers, start = made.pool._transfers, (1 << 32) - 3
+    made.driver.fill(transfers._counters.address, start, 3, transfers._loads)
+    made.driver.synchronize(made.driver.record(transfers._loads))
+    transfers._reached[:] = [start] * 3
+    for device in ([2, 3], [4, 5], [6, 7]):
+        ticket = load(made, [0, 1], device, order="layer")
+        for layer in range(3):
+            ticket.wait_layer(layer, made.driver.caller)
+            made.read(made.driver.caller, made.tokens(device), [layer])
+    assert max(transfers._reached) < 8
+    finish(made)
+
+
+# ---- groups
+
+
+def move_all(
+    made: GroupWorld, stores: bool, ids: dict[str, tuple[list[int], list[int]]], path: object, **how: object
+) -> object:
+    """Move whole pages of several pools, in the group and in the models; returns the ticket."""
+    call = made.group.write_back if stores else made.group.load
+    given = {name: (torch.tensor(host), torch.tensor(device)) for name, (host, device) in ids.items()}
+    ticket = call(given, "page", path=path, **how)
+    for name in ticket.moved:
+        one = made.worlds[name]
+        host, device = ids[name if name in ids else made.config.follows[name]]
+        rows, others = one.tokens(host), one.tokens(device)
+        if stores:
+            one.stored(rows, others)
+        else:
+            layers = [n for n, x in enumerate(one.config.layers) if x in how.get("layers", one.config.layers)]  # type: ignore[operator]
+            one.loaded(rows, others, layers)
+    return ticket
+
+
+def finish_all(made: GroupWorld, *tickets: object) -> None:
+    """Wait for everything, compare both sides of every pool, give the group back."""
+    for ticket in tickets:
+        ticket.wait()  # type: ignore[attr-defined]
+    made.group.clear()
+    for one in made.worlds.values():
+        one.compare_host(range(5))
+        one.settle()
+        one.check()
+    made.group.destroy()
+
+
+def produce_all(made: GroupWorld, ids: dict[str, tuple[list[int], list[int]]]) -> None:
+    for name, (_, device) in ids.items():
+        one = made.worlds[name]
+        one.produce(made.driver.caller, one.tokens(device))
+
+
+def group_captured(choose: Choose) -> None:
+    """`captured` stands for the rows of all pools, whatever paths they take."""
+    ids = {"kv": ([0, 1, 2], [1, 2, 3]), "state": ([0, 1, 4], [3, 2, 1])}
+    for path in ({"kv": "zero_copy", "state": "staged"}, {"kv": "staged", "state": "zero_copy"}, "staged"):
+        made = group_world(HYBRID, choose)
+        produce_all(made, ids)
+        ticket = move_all(made, True, ids, path)
+        ticket.captured.wait(made.driver.caller)
+        produce_all(made, ids)
+        ticket = move_all(made, True, ids, path)
+        ticket.captured.wait()
+        for name, (_, device) in ids.items():
+            for at, width in made.worlds[name].rows(made.worlds[name].tokens(device)):
+                made.driver.cpu("overwriting", at, width, writes=True)
+        ticket.wait()
+        made.bind()
+        finish_all(made)
+
+
+def group_layers(choose: Choose) -> None:
+    """A layer is told when every pool that has it has it, in loads of all layers and of some."""
+    for config, names in ((HYBRID, ("kv", "state")), (DRAFT, ("target",))):
+        made = group_world(config, choose)
+        ids = {name: ([0, 1], [1, 2]) for name in names}
+        produce_all(made, ids)
+        move_all(made, True, ids, "zero_copy")
+        for how in ({"order": "layer"}, {"layers": [1, 0]}, {"order": "layer"}):
+            there = {name: ([0, 1], [5, 6]) for name in names}
+            ticket = move_all(made, False, there, None, **how)
+            for layer in how.get("layers", range(5)):
+                if any(layer in one.config.layers for one in made.worlds.values()):
+                    ticket.wait_layer(layer, made.driver.caller)
+                for one in made.worlds.values():
+                    if layer in one.config.layers:
+                        at = one.config.layers.index(layer)
+                        one.read(made.driver.caller, one.tokens([5, 6]), [at])
+            ticket.wait(made.driver.caller)
+            produce_all(made, there)
+        finish_all(made)
+
+
+def group_and_pool(choose: Choose) -> None:
+    """A pool of a group that is used by itself stays in order with what the group moves."""
+    ids = {"full": ([0, 1], [1, 2]), "swa": ([3, 4], [5, 6])}
+    for one, two in (("zero_copy", "staged"), ("staged", "zero_copy")):
+        made = group_world(WINDOW, choose)
+        produce_all(made, ids)
+        move_all(made, True, ids, one)
+        swa = made.worlds["swa"]
+        load(swa, [4, 3], [1, 2], two)
+        store(swa, [0], [1], two)
+        move_all(made, False, {"full": ([1], [4]), "swa": ([0, 4], [3, 5])}, one)
+        store(swa, [3], [5], two)
+        finish_all(made)
+
+
+def group_dropped(choose: Choose) -> None:
+    """A group that is dropped with work in flight gives its memory back after that; a pool keeps it."""
+    made = group_world(HYBRID, choose)
+    ids = {"kv": ([0], [1]), "state": ([0], [1])}
+    ticket = move_all(made, True, ids, {"kv": "zero_copy", "state": "staged"})
+    kept = made.worlds.pop("kv")
+    made.worlds.clear()
+    del made.group
+    gc.collect()
+    made.driver.run()
+    assert ticket.done()  # type: ignore[attr-defined]
+    store(kept, [2], [2], "staged").wait()
+    kept.compare_host([0, 2])
+    del kept.pool
+    gc.collect()
+    made.driver.run()
+    kept.check()
+
+
 # ---- failures
 
 MOVES: tuple[tuple[bool, str, dict[str, object]], ...] = (
@@ -549,6 +738,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
     *(layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+    *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
+    *(group_captured, group_layers, group_and_pool, group_dropped),
 )
 
 FAILURES: tuple[Scenario, ...] = (device_lost, failed_on_the_device, failed_half_way)

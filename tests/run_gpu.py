@@ -74,15 +74,15 @@ def run(row: Row) -> tuple[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="everything that only a GPU can show")
-    parser.add_argument("--pools", nargs="*", help="default: all generated ones")
+    parser.add_argument("--pools", nargs="*", help="pools and groups; default: all generated ones")
     parser.add_argument("--no-sanitizer", action="store_true")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / ".src"))
-    from poolwright.generated import POOLS
+    from poolwright.generated import GROUPS, POOLS
 
     failed = False
     print("| part | seconds | result |\n|---|---|---|", flush=True)
-    for row in rows(options.pools or list(POOLS), not options.no_sanitizer):
+    for row in rows(options.pools or [*POOLS, *GROUPS], not options.no_sanitizer):
         result, took = run(row)
         failed |= result.startswith("FAILED")
         print(f"| {row.name} | {took:.0f} | {result[:110]} |", flush=True)

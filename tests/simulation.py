@@ -8,29 +8,70 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from poolwright.generated.groups.qwen3_next import Qwen3NextHostPoolGroup
+from poolwright.generated.groups.swa_full import SwaFullHostPoolGroup
+from poolwright.generated.groups.target_draft import TargetDraftHostPoolGroup
+from poolwright.generated.pools.kda_state.pool import KdaStatePoolHost
 from poolwright.generated.pools.mha.pool import MHATokenToKVPoolHost
 from poolwright.generated.pools.mla.pool import MLATokenToKVPoolHost
 from poolwright.runtime import pool as pools
 from poolwright.runtime.driver import Kernels
 from poolwright.runtime.driver.simulated import SimulatedDriver, SimulatedStream, runs_of
+from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.program import GroupProgram, SizedProgram
 from poolwright.runtime.testing import use_driver
+from poolwright.runtime.tools.samples import takes_page_size
 
 HOST_PAGES, DEVICE_PAGES = 5, 8
 
 
 class DeviceIds(torch.Tensor):
-    """Ids in the memory of the simulated device: the CPU must not look at them."""
+    """Ids in the memory of the simulated device: the CPU must not look at them.
+
+    What torch makes of them is queued in the current stream, and lies in memory of the device, too.
+    """
+
+    driver: Driver
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
         return False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [each for each in args if isinstance(each, DeviceIds)]
+        call = functools.partial(func, *args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.tolist:
+                inputs[0].driver.cpu("tolist", *runs_of(inputs[0])[0])
+            found = call()  # of bytes that may not be there yet: only its shape counts
+            if not isinstance(found, torch.Tensor):
+                return found
+            driver = inputs[0].driver
+            if found.untyped_storage().data_ptr() in {e.untyped_storage().data_ptr() for e in inputs}:
+                if func.__name__.startswith("__i"):
+                    driver.queue(call, inputs, found)
+                return device_ids(found, driver)
+            made = driver.tensor(found.shape, found.dtype)
+
+        def run() -> None:
+            made.copy_(call())
+
+        driver.queue(run, inputs, made)
+        return device_ids(made, driver)
+
+
+def device_ids(memory: torch.Tensor, driver: Driver) -> DeviceIds:
+    """Memory of the device, seen as ids."""
+    made: DeviceIds = torch.Tensor._make_subclass(DeviceIds, memory)
+    made.driver = driver
+    return made
 
 
 _libraries: dict[object, ctypes.CDLL] = {}
@@ -52,31 +93,55 @@ class Driver(SimulatedDriver):
 
         return super().kernels(source, align, find)
 
+    def queue(self, run: Callable[[], object], inputs: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """An operation of torch's in the current stream."""
+
+        def apart() -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                run()
+
+        reads = [place for each in inputs for place in runs_of(each)]
+        self.compute(self.current_stream(), "torch", apart, reads=reads, writes=runs_of(into))
+
 
 @dataclass(frozen=True)
 class Config:
     """A pool to build. `widths`: bytes of a row of each component; `slot_pages`: pages of a staging slot."""
 
     kind: type[pools.HostPool]
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, Any], ...]
     widths: tuple[tuple[str, int], ...]
     layout: str
     page_size: int
     layers: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.bfloat16)
+    stacked: bool = False  # a component's layers are one tensor
 
     @property
     def label(self) -> str:
         return f"{self.kind.spec.name}-{self.layout}-{self.page_size}"
 
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * len(self.layers) * sum(width for _, width in self.widths)
+
 
 def _mla(layout: str, page_size: int, layers: tuple[int, ...]) -> Config:
-    sizes = (("kv_lora_rank", 3), ("qk_rope_head_dim", 2))
+    sizes = (("kv_lora_rank", 3), ("qk_rope_head_dim", 2), ("dtype", torch.bfloat16))
     return Config(MLATokenToKVPoolHost, sizes, (("kv", 10),), layout, page_size, layers)
 
 
 def _mha(layout: str, page_size: int, layers: tuple[int, ...]) -> Config:
-    sizes = (("heads", 2), ("head_dim", 3), ("v_head_dim", 5))
+    sizes = (("heads", 2), ("head_dim", 3), ("v_head_dim", 5), ("dtype", torch.bfloat16))
     return Config(MHATokenToKVPoolHost, sizes, (("k", 12), ("v", 20)), layout, page_size, layers)
+
+
+def _kda(layout: str, layers: tuple[int, ...]) -> Config:
+    """A recurrent state, which changes in place: pages are slots, slot 0 is reserved."""
+    sizes = (("heads", 1), ("head_dim", 2), ("kernel", 2), ("ngram", 0))
+    sizes += (("ssm_dtype", torch.float32), ("conv_dtype", torch.bfloat16))
+    widths = (("temporal", 16), ("conv", 12))
+    return Config(KdaStatePoolHost, sizes, widths, layout, 1, layers, (torch.float32, torch.bfloat16), True)
 
 
 CONFIGS = (
@@ -86,6 +151,41 @@ CONFIGS = (
     _mha("page_first", 3, (0, 1)),
     _mha("layer_first", 2, (0, 3)),
     _mha("page_record", 2, (5, 7, 8)),
+    _kda("page_first", (0, 2, 3)),
+)
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """A group to build: its pools by name, their layer lists, which pools take the ids of another."""
+
+    kind: type[HostPoolGroup]
+    members: Mapping[str, Config]
+    lists: Mapping[str, str]
+    follows: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return self.kind.spec.name
+
+
+GROUPS = (
+    GroupConfig(
+        Qwen3NextHostPoolGroup,
+        {"kv": _mha("page_first", 3, (1, 4)), "state": _kda("page_record", (0, 2, 3))},
+        {"kv": "full_attention_layers", "state": "linear_attention_layers"},
+    ),
+    GroupConfig(
+        SwaFullHostPoolGroup,
+        {"full": _mha("layer_first", 2, (0, 2)), "swa": _mha("page_first", 2, (1, 3, 4))},
+        {"full": "full_attention_layers", "swa": "sliding_attention_layers"},
+    ),
+    GroupConfig(
+        TargetDraftHostPoolGroup,
+        {"target": _mha("page_first", 2, (0, 1, 2)), "draft": _mha("page_record", 2, (1, 7))},
+        {"target": "target_layers", "draft": "draft_layers"},
+        {"draft": "target"},
+    ),
 )
 
 
@@ -143,7 +243,8 @@ class World:
             step = {axis: nbytes for axis, _, nbytes in part.axes}
             for layer in range(len(self.config.layers)):
                 for n in range(self.page_size):
-                    where = base + part.base + page * step["page"] + n * step["token"] + layer * step["layer"]
+                    where = base + part.base + page * step["page"] + layer * step["layer"]
+                    where += n * step.get("token", 0)
                     yield where, width, at, layer, page * self.page_size + n
 
     # ---- what the caller's own work does
@@ -193,8 +294,7 @@ class World:
             memory.copy_(wanted)
 
         self.driver.compute(stream, "ids", run, writes=place)
-        made: DeviceIds = torch.Tensor._make_subclass(DeviceIds, memory)
-        return made
+        return device_ids(memory, self.driver)
 
     # ---- comparing
 
@@ -246,30 +346,77 @@ class World:
 
     def bind(self, drain: bool = True) -> None:
         """New device tensors, written by the CPU; with `drain` after everything in flight."""
-        rows = DEVICE_PAGES * self.page_size
-        shape = {name: (rows, width // 2) for name, width in self.config.widths}
-        self.tensors = {
-            name: [self.driver.tensor(shape[name], torch.bfloat16) for _ in self.config.layers]
-            for name, _ in self.config.widths
-        }
+        given = self.new_tensors()
+        (self.pool.rebind if drain else self.pool.bind)(given)
+
+    def new_tensors(self) -> dict[str, Any]:
+        """New device tensors, written by the CPU, as a bind takes them."""
+        rows, given = DEVICE_PAGES * self.page_size, {}
+        self.tensors = {}  # what runs still holds the old ones
+        for (name, width), dtype in zip(self.config.widths, self.config.dtypes, strict=False):
+            shape, layers = (rows, width // dtype.itemsize), len(self.config.layers)
+            if self.config.stacked:
+                given[name] = self.driver.tensor((layers, *shape), dtype)
+                self.tensors[name] = list(given[name])
+            else:
+                given[name] = [self.driver.tensor(shape, dtype) for _ in range(layers)]
+                self.tensors[name] = list(given[name])
         self.stamp += 1
         for at, width, component, layer, _ in self._rows(range(rows), None):
             self.driver.cpu("first contents", at, width, writes=True)
             ctypes.memmove(at, row_bytes(self.stamp, component, layer, width), width)
         self.device = [[self.stamp] * rows for _ in self.config.layers]
-        (self.pool.rebind if drain else self.pool.bind)(self.tensors)
+        return given
 
 
 def world(config: Config, choose: Callable[[int], int], slot_pages: int = 1) -> World:
     """A new pool of `config` on a new driver, bound."""
     driver = Driver(choose)
-    sizes: dict[str, Any] = {**dict(config.sizes), "dtype": torch.bfloat16, "layers": config.layers}
-    sizes |= {"page_size": config.page_size, "layout": config.layout, "capacity_pages": HOST_PAGES}
-    page = config.page_size * len(config.layers) * sum(width for _, width in config.widths)
+    sizes: dict[str, Any] = {**dict(config.sizes), "layers": config.layers}
+    sizes |= {"page_size": config.page_size} if takes_page_size(config.kind) else {}
+    sizes |= {"layout": config.layout, "capacity_pages": HOST_PAGES}
     with use_driver(driver):
-        pool = config.kind(**sizes, staging_bytes=2 * slot_pages * page)
+        pool = config.kind(**sizes, staging_bytes=2 * slot_pages * config.page_bytes)
+    made = _world(config, driver, pool)
+    made.bind()
+    return made
+
+
+def _world(config: Config, driver: Driver, pool: pools.HostPool) -> World:
     rows = HOST_PAGES * config.page_size
-    made = World(config, driver, pool, {}, [], [[None] * rows for _ in config.layers])
+    return World(config, driver, pool, {}, [], [[None] * rows for _ in config.layers])
+
+
+@dataclass
+class GroupWorld:
+    """A group, and a world for each of its pools."""
+
+    config: GroupConfig
+    driver: Driver
+    group: Any
+    worlds: dict[str, World]
+
+    def bind(self) -> None:
+        self.group.rebind({name: made.new_tensors() for name, made in self.worlds.items()})
+
+
+def group_world(config: GroupConfig, choose: Callable[[int], int], slot_pages: int = 1) -> GroupWorld:
+    """A new group of `config` on a new driver, bound."""
+    driver = Driver(choose)
+    given: dict[str, Any] = {config.lists[name]: one.layers for name, one in config.members.items()}
+    given |= {name: {**dict(one.sizes), "layout": one.layout} for name, one in config.members.items()}
+    size = max(one.page_size for one in config.members.values())
+    own = [name for name in config.members if name not in config.follows]
+    need = sum(one.page_bytes for one in config.members.values())
+    with use_driver(driver):
+        group = config.kind(
+            **given,
+            page_size=size,
+            capacity_pages=dict.fromkeys(own, HOST_PAGES),
+            staging_bytes=2 * slot_pages * need,
+        )
+    worlds = {name: _world(one, driver, group.pools[name]) for name, one in config.members.items()}
+    made = GroupWorld(config, driver, group, worlds)
     made.bind()
     return made
 

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from poolwright.generated import KdaStatePoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost
+from poolwright.generated import (
+    KdaStatePoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    Qwen3NextHostPoolGroup,
+)
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.indices import Batch
-from poolwright.runtime.launch import Part
 from poolwright.runtime.pool import HostPool
 
 pytestmark = pytest.mark.gpu
@@ -370,6 +374,155 @@ def test_free_page_in_flight_needs_its_ticket(pool: HostPool) -> None:
     ticket.wait()
 
 
+# ---- pools that move together --------------------------------------------------------------------
+
+FULL, LINEAR = (1, 5), (0, 2, 3, 4)
+MIXES = [{"kv": one, "state": two} for one in PATHS for two in PATHS]
+
+
+def hybrid_tensors(seed: int) -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randint(-99, 99, shape, generator=generator).to(dtype).cuda()
+
+    kv = {"k": [made(160, 2, 8) for _ in FULL], "v": [made(160, 2, 24) for _ in FULL]}
+    state = {"temporal": made(4, 24, 2, 16, 16, dtype=torch.float32), "conv": made(4, 24, 3, 96)}
+    return {"kv": kv, "state": {**state, "ngram": made(24, 2, dtype=torch.int64)}}
+
+
+def flat(tensors: dict[str, dict[str, Any]]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in (value for one in tensors.values() for value in one.values()):
+        found += list(value) if isinstance(value, list) else [value]
+    return found
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    made = Qwen3NextHostPoolGroup(
+        full_attention_layers=FULL,
+        linear_attention_layers=LINEAR,
+        page_size=P,
+        kv={"heads": 2, "head_dim": 8, "v_head_dim": 24, "dtype": torch.bfloat16},
+        state={
+            **{"heads": 2, "head_dim": 16, "kernel": 4, "ngram": 2},
+            **{"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16},
+        },
+        capacity_pages={"kv": 38, "state": 20},
+        staging_bytes=64 << 10,
+        device="cuda:0",
+        require="cuda",
+    )
+    yield made
+    made.destroy()
+
+
+def hybrid_ids() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {
+        "kv": (torch.randperm(38)[:21], torch.randperm(40)[:21]),
+        "state": (torch.randperm(20)[:9], 1 + torch.randperm(23)[:9]),
+    }
+
+
+def holds(
+    tensors: dict[str, dict[str, Any]],
+    old: list[torch.Tensor],
+    ids: dict[str, tuple[torch.Tensor, torch.Tensor]],
+) -> bool:
+    """Whether the rows of these device pages are what they were."""
+    rows, slots = tokens(ids["kv"][1]).cuda(), ids["state"][1].cuda()
+    now = flat(tensors)
+    same = [torch.equal(a[rows], b[rows]) for a, b in zip(now[:4], old[:4], strict=True)]
+    same += [torch.equal(a[:, slots], b[:, slots]) for a, b in zip(now[4:6], old[4:6], strict=True)]
+    return all(same) and torch.equal(now[6][slots], old[6][slots])
+
+
+@pytest.mark.parametrize("path", MIXES, ids=lambda mix: "-".join(mix.values()))
+def test_a_group_moves_behind_the_work_before_it_and_is_captured_as_a_whole(group: Any, path: Any) -> None:
+    tensors, filled, ids = hybrid_tensors(1), flat(hybrid_tensors(2)), hybrid_ids()
+    group.bind(tensors)
+    torch.cuda.synchronize()
+    spin()
+    for tensor, new in zip(flat(tensors), filled, strict=True):
+        tensor.copy_(new)
+    ticket = group.write_back(ids, "page", path=path)
+    ticket.captured.wait(torch.cuda.current_stream())
+    for tensor in flat(tensors):
+        tensor.fill_(-1)
+    assert dict(ticket.paths) == path
+    spin()
+    loaded = group.load(ids, "page", path=path)
+    loaded.wait(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert holds(tensors, filled, ids)
+    ticket.wait()
+    loaded.wait()
+
+
+def test_layers_of_a_group_come_in_one_order_and_are_told_one_by_one(group: Any) -> None:
+    tensors, ids = hybrid_tensors(3), hybrid_ids()
+    old = [tensor.clone() for tensor in flat(tensors)]
+    group.bind(tensors)
+    group.write_back(ids, "page").wait()
+    for tensor in flat(tensors):
+        tensor.zero_()
+    reader, seen = torch.cuda.Stream(), {}
+    torch.cuda.synchronize()
+    spin()
+    ticket = group.load(ids, "page", order="layer")
+    with torch.cuda.stream(reader):
+        for layer in range(6):
+            ticket.wait_layer(layer, reader)
+            where = tensors["kv"]["v"][FULL.index(layer)] if layer in FULL else tensors["state"]["temporal"]
+            seen[layer] = (where if layer in FULL else where[LINEAR.index(layer)]).clone()
+    torch.cuda.synchronize()
+    assert holds(tensors, old, ids)
+    rows, slots = tokens(ids["kv"][1]).cuda(), ids["state"][1].cuda()
+    assert all(torch.equal(seen[layer][rows], old[2 + at][rows]) for at, layer in enumerate(FULL))
+    assert all(torch.equal(seen[layer][slots], old[4][at][slots]) for at, layer in enumerate(LINEAR))
+    for tensor in flat(tensors):
+        tensor.fill_(5)
+    group.load(ids, "page", layers=[5, 0]).wait()
+    assert torch.equal(tensors["kv"]["k"][1][rows], old[1][rows])
+    assert bool((tensors["kv"]["k"][0] == 5).all()) and bool((tensors["state"]["conv"][1] == 5).all())
+
+
+def test_ids_of_a_group_may_lie_on_the_device(group: Any) -> None:
+    tensors, ids = hybrid_tensors(4), hybrid_ids()
+    old = [tensor.clone() for tensor in flat(tensors)]
+    group.bind(tensors)
+    given = {
+        "kv": (tokens(ids["kv"][0]), tokens(ids["kv"][1]).cuda()),
+        "state": (ids["state"][0], ids["state"][1].cuda()),
+    }
+    for path in PATHS:
+        group.write_back(given, path=path).wait()
+        for tensor in flat(tensors):
+            tensor.zero_()
+        torch.cuda.synchronize()
+        group.load(given, path=path).wait()
+        assert holds(tensors, old, ids), path
+    group.load(given, order="layer").wait()
+    assert holds(tensors, old, ids)
+
+
+def test_submitting_a_group_never_waits_for_the_device(group: Any) -> None:
+    group.bind(hybrid_tensors(5))
+    ids = hybrid_ids()
+    group.write_back(ids, "page").wait()
+    group.load(ids, "page", order="layer").wait()
+    before = torch.cuda.Event()
+    torch.cuda.synchronize()
+    spin()
+    before.record()
+    tickets = [group.write_back(ids, "page", path=path) for path in MIXES[:4] if "torch" not in path.values()]
+    tickets.append(group.load(ids, "page", order="layer"))
+    assert not before.query(), "a submission waited for work of the caller's stream"
+    for ticket in tickets:
+        ticket.wait()
+
+
 # ---- a recurrent state that changes all the time -----------------------------------------------
 
 STEPS, SLOTS, STATE_LAYERS = 10_000, 4, 4
@@ -448,7 +601,7 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
             with torch.cuda.stream(compute):
                 temporal[:, 1].fill_(step + page)
             batch = Batch("pages", [page], [1], {page}, {1})
-            launcher.launch("write_back", "gather", [Part(0, place, batch)], copies.cuda_stream, [])
+            launcher.launch("write_back", "gather", [(0, place, batch, None)], copies.cuda_stream, [])
         torch.cuda.synchronize()
         found += torn(pool, step, pool.page_num)
         step += pool.page_num

@@ -9,15 +9,30 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from race_scenarios import FAILURES, SCENARIOS, Scenario
-from simulation import CONFIGS, DEVICE_PAGES, HOST_PAGES, Config, DeviceIds, World, first, last, world
+from simulation import (
+    CONFIGS,
+    DEVICE_PAGES,
+    GROUPS,
+    HOST_PAGES,
+    Config,
+    DeviceIds,
+    GroupConfig,
+    GroupWorld,
+    World,
+    first,
+    group_world,
+    last,
+    world,
+)
 
 from poolwright.runtime import hazards
 from poolwright.runtime.errors import PoolError
@@ -29,7 +44,7 @@ SUBMITTING = ("allocate", "record", "wait", "copy", "upload", "fill", "launch")
 
 @dataclass(eq=False)
 class Pending:
-    """A transfer that the caller's stream may not be behind yet."""
+    """One pool's part of a transfer that the caller's stream may not be behind yet."""
 
     ticket: Ticket
     stores: bool
@@ -40,23 +55,114 @@ class Pending:
     captured: bool = False
 
 
-class Life:
-    """One random life of a pool. `choose(n)` decides everything, also what the driver does."""
+@dataclass
+class Part:
+    """One pool and what the caller knows of it. `followers`: pools that take its ids."""
 
-    def __init__(self, config: Config, choose: Callable[[int], int]) -> None:
+    name: str
+    world: World
+    followers: list[Part] = field(default_factory=list)
+    owned: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    pending: list[Pending] = field(default_factory=list)
+    tickets: list[Pending] = field(default_factory=list)
+    host_owner: dict[int, Pending | None] = field(default_factory=dict)
+    device_owner: dict[tuple[int, int], Pending | None] = field(default_factory=dict)
+
+    @property
+    def pool(self) -> Any:
+        return self.world.pool
+
+    @property
+    def moved(self) -> list[Part]:
+        """The pools that a transfer of this one moves."""
+        return [self, *self.followers]
+
+    @property
+    def every(self) -> range:
+        return range(len(self.world.config.layers))
+
+    def usable(self) -> list[int]:
+        reserved = self.pool.spec.reserved
+        return [page for page in range(DEVICE_PAGES) if page not in reserved]
+
+    def took(self, draft: Draft, ticket: Ticket, layers: Sequence[int], told: bool) -> None:
+        """A transfer was submitted: what it will have done, in the model."""
+        entry = Pending(ticket, draft.stores, set(draft.pages), set(draft.device), layers, told)
+        self.pending.append(entry)
+        self.tickets.append(entry)
+        if draft.stores:
+            self.world.stored(draft.host, draft.device)
+            self.written |= entry.pages
+            self.host_owner |= dict.fromkeys(entry.pages, entry)
+        else:
+            self.world.loaded(draft.host, draft.device, layers)
+            self.device_owner |= {(layer, token): entry for layer in layers for token in draft.device}
+
+    def lose(self, draft: Draft, layers: Sequence[int]) -> None:
+        """A submission failed half-way: what it would have written may hold anything."""
+        if draft.stores:
+            self.written -= set(draft.pages)
+            for layer in self.world.host:
+                for token in self.world.tokens(draft.pages):
+                    layer[token] = None
+            self.host_owner |= dict.fromkeys(draft.pages)
+        else:
+            for at in layers:
+                for token in draft.device:
+                    self.world.device[at][token] = None
+            self.device_owner |= {(layer, token): None for layer in layers for token in draft.device}
+
+    def forget(self, entry: Pending) -> None:
+        """A transfer failed: nothing is known of what it would have written."""
+        self.host_owner = {page: e for page, e in self.host_owner.items() if e is not entry}
+        self.device_owner = {at: e for at, e in self.device_owner.items() if e is not entry}
+
+    def compare(self) -> None:
+        """Host pages whose last write-back is known to be done are right."""
+        known = [p for p, e in self.host_owner.items() if e is not None and e.ticket.acknowledged]
+        self.world.compare_host(known)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one pool moves in a submission: tokens of both sides, and the lists that are handed over."""
+
+    part: Part
+    stores: bool
+    pages: Sequence[int]
+    host: Sequence[int]
+    device: Sequence[int]
+    ids: tuple[torch.Tensor, torch.Tensor]
+    unit: str
+    path: str
+
+
+class Life:
+    """One random life of a pool, or of a group of pools. `choose(n)` decides everything, also what the
+    driver does."""
+
+    def __init__(self, config: Config | GroupConfig, choose: Callable[[int], int]) -> None:
         self.choose = choose
-        self.world = world(config, choose, slot_pages=1 + choose(2))
-        self.pool, self.driver = self.world.pool, self.world.driver
+        slots = 1 + choose(2)
+        self.whole: World | GroupWorld
+        self.group: Any = None
+        if isinstance(config, Config):
+            self.whole = world(config, choose, slot_pages=slots)
+            self.parts = [Part(config.label, self.whole)]
+        else:
+            self.whole = made = group_world(config, choose, slot_pages=slots)
+            self.group = made.group
+            parts = {name: Part(name, each) for name, each in made.worlds.items()}
+            for name, source in config.follows.items():
+                parts[source].followers.append(parts[name])
+            self.parts = [part for name, part in parts.items() if name not in config.follows]
+        self.every = [part for own in self.parts for part in own.moved]
+        self.driver = self.whole.driver
         self.stream, self.other = self.driver.caller, self.driver.new_stream("second")
-        self.owned: set[int] = set()
-        self.written: set[int] = set()
-        self.pending: list[Pending] = []
-        self.tickets: list[Pending] = []
-        self.host_owner: dict[int, Pending | None] = {}
-        self.device_owner: dict[tuple[int, int], Pending | None] = {}
         self.doomed = False
 
-    def play(self) -> World:
+    def play(self) -> Life:
         steps = [self.alloc, self.store, self.store, self.store, self.load, self.load, self.load, self.wait]
         steps += [self.wait, self.produce, self.produce, self.read, self.read, self.free, self.switch]
         steps += [self.run, self.compare, self.rarely, self.fail]
@@ -69,9 +175,16 @@ class Life:
             if not self.doomed:
                 raise
         self.end()
-        return self.world
+        return self
+
+    def check(self) -> None:
+        for part in self.every:
+            part.world.check()
 
     # ---- choosing
+
+    def one(self, among: list[Part]) -> Part:
+        return among[self.choose(len(among))] if len(among) > 1 else among[0]
 
     def some(self, among: Sequence[int], most: int) -> list[int]:
         """A few different ones, in any order."""
@@ -86,155 +199,166 @@ class Life:
 
     def alloc(self) -> None:
         count = 1 + self.choose(2)
-        ids = self.pool.alloc(count * self.world.page_size)
-        if HOST_PAGES - len(self.owned) < count:
-            assert ids is None
+        asked = self.parts if self.group is not None and self.yes() else [self.one(self.parts)]
+        full = any(HOST_PAGES - len(part.owned) < count for part in asked)
+        counts = {part.name: count * part.world.page_size for part in asked}
+        if self.group is not None:
+            found = self.group.alloc(counts)
+        else:
+            ids = asked[0].pool.alloc(*counts.values())
+            found = None if ids is None else {asked[0].name: ids}
+        if full:
+            assert found is None
             return
-        pages = {int(i) // self.world.page_size for i in ids}
-        assert len(pages) == count and not pages & self.owned
-        self.owned |= pages
+        for part in asked:
+            pages = {int(i) // part.world.page_size for i in found[part.name]}
+            assert len(pages) == count and not pages & part.owned
+            part.owned |= pages
 
     def free(self) -> None:
-        pages = self.some(sorted(self.owned), 2)
+        part = self.one(self.parts)
+        pages = self.some(sorted(part.owned), 2)
         if not pages:
             return
-        busy = [t for t in self.tickets if not t.ticket.acknowledged and t.pages & set(pages)]
-        after = busy[self.choose(len(busy))] if busy and self.yes() else None
-        ids = torch.tensor(self.world.tokens(pages))
-        if any(entry is not after for entry in busy):
+        tickets = [t for t in part.tickets if not t.ticket.acknowledged and t.pages & set(pages)]
+        after = tickets[self.choose(len(tickets))] if tickets and self.yes() else None
+        ids = torch.tensor(part.world.tokens(pages))
+        if any(entry is not after for entry in tickets):
             with pytest.raises(ValueError, match="in flight"):
-                self.pool.free(ids, after=after.ticket if after else None)
+                part.pool.free(ids, after=after.ticket if after else None)
             return
-        self.pool.free(ids, after=after.ticket if after else None)
-        self.owned -= set(pages)
+        part.pool.free(ids, after=after.ticket if after else None)
+        part.owned -= set(pages)
 
     def rarely(self) -> None:
         """Take everything back, or take other tensors."""
         if self.yes(3):
-            self.pool.clear()
-            self.owned.clear()
+            (self.group or self.parts[0].pool).clear()
+            for part in self.parts:
+                part.owned.clear()
         elif self.yes():
-            self.world.bind()
+            self.whole.bind()
         else:
             return
-        assert all(entry.ticket.acknowledged for entry in self.tickets)
-        self.pending.clear()
+        for part in self.every:
+            assert all(entry.ticket.acknowledged for entry in part.tickets)
+            part.pending.clear()
 
     # ---- transfers
 
     def store(self) -> None:
         if self.yes():
             self.produce()
-        pages = self.some(sorted(self.owned), 3)
-        if not pages:
-            return
-        scattered = self.yes(4)
-        host, device = self.ids(pages, scattered)
-        path = "zero_copy" if scattered or self.yes() else "staged"
-        self.submit(True, pages, host, device, path, range(len(self.world.config.layers)), {})
+        drafts = [draft for part in self.chosen() if (draft := self.draft(part, True)) is not None]
+        if drafts:
+            self.submit(drafts, None, {})
 
     def load(self) -> None:
-        pages = self.some(sorted(self.owned & self.written), 3)
-        if not pages:
+        drafts = [draft for part in self.chosen() if (draft := self.draft(part, False)) is not None]
+        if not drafts:
             return
-        scattered = self.yes(4)
-        host, device = self.ids(pages, scattered)
-        every = range(len(self.world.config.layers))
         if self.yes():
-            path = "zero_copy" if scattered or self.yes() else "staged"
-            self.submit(False, pages, host, device, path, every, {})
-        elif self.yes():
-            self.submit(False, pages, host, device, "zero_copy", every, {"order": "layer"})
+            self.submit(drafts, None, {})
+            return
+        drafts = [replace(draft, path="zero_copy") for draft in drafts]
+        lists = [part.world.config.layers for draft in drafts for part in draft.part.moved]
+        layers = sorted({layer for ids in lists for layer in ids})
+        if self.yes():
+            self.submit(drafts, layers, {"order": "layer"})
         else:
-            chosen = self.some(every, len(every))
-            layers = [self.world.config.layers[layer] for layer in chosen]
-            self.submit(False, pages, host, device, "zero_copy", chosen, {"layers": layers})
+            some = self.some(layers, len(layers))
+            self.submit(drafts, some, {"layers": some})
 
-    def ids(self, pages: Sequence[int], scattered: bool) -> tuple[list[int], list[int]]:
-        """Tokens of these host pages, and as many of the device."""
-        size = self.world.page_size
-        host = self.world.tokens(pages)
-        if not scattered:
-            left = list(range(DEVICE_PAGES))
-            return host, self.world.tokens([left.pop(self.choose(len(left))) for _ in pages])
-        left, tokens = list(range(DEVICE_PAGES * size)), list(host)
-        device = [left.pop(self.choose(len(left))) for _ in host]
-        return [tokens.pop(self.choose(len(tokens))) for _ in host], device
+    def chosen(self) -> list[Part]:
+        """The pools that take part in a submission."""
+        if len(self.parts) == 1:
+            return self.parts
+        return self.parts if self.yes() else [self.one(self.parts)]
 
-    def submit(
-        self,
-        stores: bool,
-        pages: list[int],
-        host: list[int],
-        device: list[int],
-        path: str,
-        layers: Sequence[int],
-        how: dict[str, object],
-    ) -> None:
-        size, world = self.world.page_size, self.world
+    def draft(self, part: Part, stores: bool) -> Draft | None:
+        """Pages of a pool to move, as tokens or pages, on either side."""
+        made, size = part.world, part.world.page_size
+        pages = self.some(sorted(part.owned if stores else part.owned & part.written), 3)
+        if not pages:
+            return None
+        scattered = self.yes(4)
+        host, device = self.ids(part, pages, scattered)
+        path = "zero_copy" if scattered or self.yes() else "staged"
         rows, others, unit = torch.tensor(host), torch.tensor(device), "token"
         whole = (
             others.reshape(-1, size).diff(dim=1).eq(1).all()
             and rows.reshape(-1, size).diff(dim=1).eq(1).all()
         )
-        if self.yes(4) and host == world.tokens(pages):
-            others = self.on_device(device)  # one that nobody holds after the call
+        if self.yes(4) and host == made.tokens(pages):
+            others = made.device_ids(device, self.other)  # one that nobody holds after the call
         elif whole and device[::size] == [t // size * size for t in device[::size]] and self.yes():
             rows, others, unit = rows[::size] // size, others[::size] // size, "page"
-        call, named = (self.pool.write_back, "producer") if stores else (self.pool.load, "readers")
-        if isinstance(others, DeviceIds) or self.yes():
+        return Draft(part, stores, pages, host, device, (rows, others), unit, path)
+
+    def ids(self, part: Part, pages: Sequence[int], scattered: bool) -> tuple[list[int], list[int]]:
+        """Tokens of these host pages, and as many of the device."""
+        size, left = part.world.page_size, part.usable()
+        host = part.world.tokens(pages)
+        if not scattered:
+            return host, part.world.tokens([left.pop(self.choose(len(left))) for _ in pages])
+        places, tokens = part.world.tokens(left), list(host)
+        device = [places.pop(self.choose(len(places))) for _ in host]
+        assert size
+        return [tokens.pop(self.choose(len(tokens))) for _ in host], device
+
+    def submit(self, drafts: list[Draft], layers: list[int] | None, how: dict[str, object]) -> None:
+        stores, named = drafts[0].stores, "producer" if drafts[0].stores else "readers"
+        on_device = any(isinstance(draft.ids[1], DeviceIds) for draft in drafts)
+        if on_device or self.yes():
             how = how | {named: self.stream}
         failing = not self.doomed and self.yes(6)
         if failing:
             self.driver.fail(SUBMITTING[self.choose(len(SUBMITTING))], skip=self.choose(3))
+        moved = [(draft, part) for draft in drafts for part in draft.part.moved]
+        positions = {
+            part.name: part.every
+            if layers is None
+            else [part.world.config.layers.index(x) for x in layers if x in part.world.config.layers]
+            for _, part in moved
+        }
         try:
-            with self.driver.use_stream(self.other if isinstance(others, DeviceIds) else self.stream):
-                ticket = call(rows, others, unit, path=path, **how)
+            with self.driver.use_stream(self.other if on_device else self.stream):
+                ticket = self.call(drafts, stores, how)
         except PoolError:
             if not failing:
                 raise
-            self.lose(stores, pages, device, layers)
+            for draft, part in moved:
+                part.lose(draft, positions[part.name])
             return
         finally:
             if failing:
                 self.driver.heal()
-        entry = Pending(
-            ticket, stores, set(pages), set(device), layers, bool(how.keys() & {"order", "layers"})
-        )
-        self.pending.append(entry)
-        self.tickets.append(entry)
-        if stores:
-            world.stored(host, device)
-            self.written |= set(pages)
-            self.host_owner |= dict.fromkeys(pages, entry)
-        else:
-            world.loaded(host, device, layers)
-            self.device_owner |= {(layer, token): entry for layer in layers for token in device}
+        for draft, part in moved:
+            part.took(draft, ticket, positions[part.name], layers is not None)
 
-    def on_device(self, ids: list[int]) -> DeviceIds:
-        """Token ids in device memory, written by work in the stream that is current at the submission."""
-        return self.world.device_ids(ids, self.other)
-
-    def lose(self, stores: bool, pages: Sequence[int], device: Sequence[int], layers: Sequence[int]) -> None:
-        """A submission failed half-way: what it would have written may hold anything."""
-        if stores:
-            self.written -= set(pages)
-            for layer in self.world.host:
-                for token in self.world.tokens(pages):
-                    layer[token] = None
-            self.host_owner |= dict.fromkeys(pages)
-        else:
-            for at in layers:
-                for token in device:
-                    self.world.device[at][token] = None
-            self.device_owner |= {(layer, token): None for layer in layers for token in device}
+    def call(self, drafts: list[Draft], stores: bool, how: dict[str, object]) -> Ticket:
+        """One call of the pool, or of the group for all of its pools."""
+        owner = self.group or drafts[0].part.pool
+        if self.group is not None and len(drafts) == 1 and self.yes(4):
+            owner = drafts[0].part.pool
+        call = owner.write_back if stores else owner.load
+        if owner is not self.group:
+            found: Ticket = call(*drafts[0].ids, drafts[0].unit, path=drafts[0].path, **how)
+            return found
+        paths = {part.name: draft.path for draft in drafts for part in draft.part.moved}
+        ids = {draft.part.name: draft.ids for draft in drafts}
+        units = {draft.part.name: draft.unit for draft in drafts}
+        made: Ticket = call(ids, units, path=paths, **how)
+        assert made.paths == paths
+        return made
 
     # ---- the caller's own work
 
     def produce(self) -> None:
         """Overwrite rows, as early as the contracts allow."""
-        tokens = self.world.tokens(self.some(range(DEVICE_PAGES), 3))
-        for entry in self.pending:
+        part = self.one(self.every)
+        tokens = part.world.tokens(self.some(range(DEVICE_PAGES), 3))
+        for entry in part.pending:
             if entry.tokens.isdisjoint(tokens):
                 continue
             if not entry.stores:
@@ -242,25 +366,25 @@ class Life:
             elif not entry.captured:
                 entry.ticket.captured.wait(self.stream)
                 entry.captured = True
-        self.pending = [e for e in self.pending if e.stores or e.tokens.isdisjoint(tokens)]
-        self.world.produce(self.stream, tokens)
-        every = range(len(self.world.config.layers))
-        self.device_owner |= {(layer, token): None for layer in every for token in tokens}
+        part.pending = [e for e in part.pending if e.stores or e.tokens.isdisjoint(tokens)]
+        part.world.produce(self.stream, tokens)
+        part.device_owner |= {(layer, token): None for layer in part.every for token in tokens}
 
     def read(self) -> None:
         """Read rows of all layers, or of one as soon as it is there."""
-        tokens = self.world.tokens(self.some(range(DEVICE_PAGES), 3))
-        layer = self.choose(len(self.world.config.layers))
-        wanted = [layer] if self.yes() else range(len(self.world.config.layers))
-        for entry in self.pending:
+        part = self.one(self.every)
+        tokens = part.world.tokens(self.some(range(DEVICE_PAGES), 3))
+        layer = self.choose(len(part.every))
+        wanted = [layer] if self.yes() else part.every
+        for entry in part.pending:
             if entry.stores or entry.tokens.isdisjoint(tokens):
                 continue
             if entry.told and len(wanted) == 1:
                 if layer in entry.layers:
-                    entry.ticket.wait_layer(self.world.config.layers[layer], self.stream)
+                    entry.ticket.wait_layer(part.world.config.layers[layer], self.stream)
             else:
                 entry.ticket.wait(self.stream)
-        self.world.read(self.stream, tokens, wanted)
+        part.world.read(self.stream, tokens, wanted)
 
     def switch(self) -> None:
         """Go on in the other stream, behind this one."""
@@ -269,11 +393,13 @@ class Life:
 
     def wait(self) -> None:
         """Learn of the end of a transfer on the CPU."""
-        if not self.tickets:
+        part = self.one(self.every)
+        if not part.tickets:
             return
-        entry = self.tickets[self.choose(len(self.tickets))]
-        if self.yes(3) and entry.told:
-            entry.ticket.wait_layer(self.world.config.layers[entry.layers[self.choose(len(entry.layers))]])
+        entry = part.tickets[self.choose(len(part.tickets))]
+        if self.yes(3) and entry.told and entry.layers:
+            layer = entry.layers[self.choose(len(entry.layers))]
+            entry.ticket.wait_layer(part.world.config.layers[layer])
             return
         if self.yes(3):
             entry.ticket.captured.wait()
@@ -281,13 +407,12 @@ class Life:
         if self.yes():
             entry.ticket.wait()
         if entry.ticket.done():
-            self.pending = [e for e in self.pending if e is not entry]
+            part.pending = [e for e in part.pending if e is not entry]
             self.compare()
 
     def compare(self) -> None:
-        """Host pages whose last write-back is known to be done are right."""
-        known = [p for p, e in self.host_owner.items() if e is not None and e.ticket.acknowledged]
-        self.world.compare_host(known)
+        for part in self.every:
+            part.compare()
 
     def run(self) -> None:
         self.driver.run(self.choose(4))
@@ -303,33 +428,36 @@ class Life:
     def end(self) -> None:
         if self.doomed:
             self.driver.heal()
-        for entry in self.tickets:
-            try:
-                entry.ticket.wait()
-            except PoolError:
-                if not self.doomed:
-                    raise
-                assert entry.ticket.error is not None
-                self.lose_owned(entry)
+        for part in self.every:
+            for entry in part.tickets:
+                try:
+                    entry.ticket.wait()
+                except PoolError:
+                    if not self.doomed:
+                        raise
+                    assert entry.ticket.error is not None
+                    part.forget(entry)
         self.compare()
+        owner = self.group or self.parts[0].pool
         if not self.doomed:
-            self.pending.clear()
-            self.world.settle()
-            self.pool.destroy()
+            for part in self.every:
+                part.world.settle()
+            owner.destroy()
         else:
             self.driver.run()
-            self.world.compare_device({at for at, e in self.device_owner.items() if e is not None})
+            for part in self.every:
+                known = {at for at, e in part.device_owner.items() if e is not None}
+                part.world.compare_device(known)
             with suppress(PoolError):
-                self.pool.destroy()
-
-    def lose_owned(self, entry: Pending) -> None:
-        self.host_owner = {page: e for page, e in self.host_owner.items() if e is not entry}
-        self.device_owner = {at: e for at, e in self.device_owner.items() if e is not entry}
+                owner.destroy()
 
 
-def live(seed: int, config: Config | None = None) -> None:
+KINDS: tuple[Config | GroupConfig, ...] = (*CONFIGS, *GROUPS)
+
+
+def live(seed: int, config: Config | GroupConfig | None = None) -> None:
     """One life; what it finds wrong names the seed."""
-    chosen = config or CONFIGS[seed % len(CONFIGS)]
+    chosen = config or KINDS[seed % len(KINDS)]
     try:
         Life(chosen, random.Random(seed).randrange).play().check()
     except Exception as error:
@@ -396,8 +524,8 @@ def test_random_lives(part: int) -> None:
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(CONFIGS), st.randoms(note_method_calls=False, use_true_random=False))
-def test_drawn_lives(config: Config, chance: random.Random) -> None:
+@given(st.sampled_from(KINDS), st.randoms(note_method_calls=False, use_true_random=False))
+def test_drawn_lives(config: Config | GroupConfig, chance: random.Random) -> None:
     Life(config, chance.randrange).play().check()
 
 

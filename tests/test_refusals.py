@@ -163,6 +163,7 @@ def test_layers_from_a_generator_are_counted_once() -> None:
 
 
 def test_padding_of_a_staged_page_holds_nothing_old(pool: HostPool) -> None:
+    pool.bind({"kv": [rows(), rows()]})
     assert pool.staging is not None
     assert not pool.staging.tensor.any()
 

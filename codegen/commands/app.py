@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 _FORWARDED = {
-    "verify": "Copy every pool in every layout and compare with an independent oracle.",
+    "verify": "Copy every pool in every layout, and every group, and compare with an independent oracle.",
     "bench": "Measure bandwidth over size, beside a plain copy.",
     "compile": "Compile generated sources ahead of time into the cache.",
     "doctor": "Say what this machine has and what is missing.",
@@ -18,12 +18,13 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Bind a name; repeatable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-PoolName = Annotated[str, typer.Argument(metavar="POOL", help="Name of a pool.")]
+PoolName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a pool or a group.")]
 
 
 def build(
     specs: Annotated[
-        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Only these pools: names or spec files.")
+        list[str] | None,
+        typer.Argument(metavar="[SPEC]...", help="Only these pools and groups."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; name what differs, exit 1.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Print the whole diff of what changes.")] = False,

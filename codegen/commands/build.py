@@ -17,7 +17,7 @@ def run(chosen: Sequence[str], *, check: bool, diff: bool, out: Path | None) -> 
     """Write what changed, or with `check` only name it; 1 when `check` finds a difference."""
     project = find_project()
     specs, files = render_project(project)
-    files = _select(files, chosen, [pool.name for pool in specs.pools])
+    files = _select(files, chosen, [pool.name for pool in specs.pools], [one.name for one in specs.groups])
     folder = project.output if out is None else out.resolve()
     if folder == project.specs or project.specs in folder.parents or folder in project.specs.parents:
         raise InputError(f"--out {folder}: the output folder and the specs folder must stand apart")
@@ -31,15 +31,18 @@ def run(chosen: Sequence[str], *, check: bool, diff: bool, out: Path | None) -> 
     return 0
 
 
-def _select(files: Mapping[str, str], chosen: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
-    """The files of the chosen pools and those that belong to no pool; all of them when none is chosen."""
+def _select(
+    files: Mapping[str, str], chosen: Sequence[str], pools: Sequence[str], groups: Sequence[str]
+) -> dict[str, str]:
+    """The files of the chosen pools and groups and those that belong to neither; all when none is chosen."""
     names = {PurePosixPath(word).stem if word.endswith((".yaml", ".yml")) else word for word in chosen}
-    wrong = sorted(names - set(pools))
+    wrong = sorted(names - {*pools, *groups})
     if wrong:
-        raise InputError("\n".join(unknown("pool", name, pools) for name in wrong))
+        raise InputError("\n".join(unknown("pool", name, [*pools, *groups]) for name in wrong))
     if not names:
         return dict(files)
     others = {f"pools/{name}/" for name in pools if name not in names}
+    others |= {f"groups/{name}/" for name in groups if name not in names}
     return {path: text for path, text in files.items() if not path.startswith(tuple(others))}
 
 

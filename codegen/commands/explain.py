@@ -1,10 +1,11 @@
-"""`codegen explain`: a pool in, its spec in words out."""
+"""`codegen explain`: a pool or a group in, its spec in words out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from poolwright.codegen import expr, ir
+from poolwright.codegen.commands import group_text
 from poolwright.codegen.commands.common import find_pool, lower_pools, read_specs
 from poolwright.codegen.project import find_project
 
@@ -23,6 +24,10 @@ _UPDATES = {
 def run(name: str) -> int:
     """Print the explanation."""
     specs = read_specs(find_project())
+    group = next((one for one in specs.groups if one.name == name), None)
+    if group is not None:
+        print(*group_text.words(group, specs.pools), sep="\n")
+        return 0
     pool = find_pool(specs, name)
     (lowered,) = lower_pools([pool], specs)
     for line in (*_head(pool), *_params(pool), *_components(pool), *_forms(pool), *_layouts(lowered)):

@@ -6,6 +6,7 @@ import json as json_format
 from collections.abc import Sequence
 
 from poolwright.codegen import ir
+from poolwright.codegen.commands import group_text
 from poolwright.codegen.commands.bind import Bound, bind, values
 from poolwright.codegen.commands.common import InputError, find_pool, lower_pools, read_specs, unknown
 from poolwright.codegen.commands.picture import picture, text
@@ -15,6 +16,11 @@ from poolwright.codegen.project import find_project
 def run(name: str, words: Sequence[str], *, layout: str | None, form: str | None, json: bool) -> int:
     """Print one picture for each variant, form and layout that is asked for."""
     specs = read_specs(find_project())
+    group = next((one for one in specs.groups if one.name == name), None)
+    if group is not None:
+        _refuse(group, bool(words or layout or form or json))
+        print(*group_text.table(group, specs.pools), sep="\n")
+        return 0
     pool = find_pool(specs, name)
     _known("layout", layout, [one.name for one in pool.layouts])
     _known("form", form, [one.name for one in pool.forms])
@@ -27,6 +33,12 @@ def run(name: str, words: Sequence[str], *, layout: str | None, form: str | None
     else:
         print("\n".join(text(one, words) for one in pictures), end="")
     return 0
+
+
+def _refuse(group: ir.Group, options: bool) -> None:
+    if options:
+        pools = ", ".join(dict.fromkeys(ref.pool for ref in group.pools))
+        raise InputError(f"{group.name} is a group and takes no options; show its pools: {pools}")
 
 
 def _known(kind: str, name: str | None, known: Sequence[str]) -> None:

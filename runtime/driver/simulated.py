@@ -120,7 +120,7 @@ class Touch:
         """Know what those knew who advanced the counter up to `value`."""
         self.read(address, 4)
         for reached, clock in self._driver.released.get(address, []):
-            if reached <= value:
+            if not value - reached & 0x80000000:  # counters go round
                 join(self.clock, clock)
 
 

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,15 @@ class Case:
         return ", ".join(words)
 
 
+class Before(NamedTuple):
+    """Bytes of both sides before a transfer, the ids that are handed over, copies of them."""
+
+    host: torch.Tensor
+    arena: torch.Tensor
+    ids: tuple[torch.Tensor, torch.Tensor]
+    kept: tuple[torch.Tensor, torch.Tensor]
+
+
 def sized(pool_class: type[HostPool], sample: Sample, form: str, layout: str) -> SizedProgram:
     """The program of these sizes, before anything is built."""
     params, dtypes, layers = sample.params, sample.dtypes, sample.layers
@@ -63,19 +72,29 @@ class Bench:
     def __init__(
         self, pool_class: type[HostPool], sample: Sample, form: str, layout: str, device: str = "cpu"
     ) -> None:
-        self.spec, self.sample = pool_class.spec, sample
         given: dict[str, Any] = {**arguments(pool_class, sample), "form": form, "layout": layout}
         page = pool_class.required_bytes(**given, capacity_pages=1)  # type: ignore[attr-defined]
         given["staging_bytes"] = pool_class.STAGING_SLOTS * STAGING_PAGES * page.host
         self.required = pool_class.required_bytes(**given, capacity_pages=HOST_PAGES)  # type: ignore[attr-defined]
-        self.pool: HostPool = pool_class(**given, capacity_pages=HOST_PAGES, device=device)
+        self._watch(pool_class(**given, capacity_pages=HOST_PAGES, device=device), sample)
+        self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
+
+    @classmethod
+    def of(cls, pool: HostPool, sample: Sample) -> Bench:
+        """A bench for a pool that is there and not bound yet: a group binds all of its pools at once."""
+        made = cls.__new__(cls)
+        made._watch(pool, sample)
+        return made
+
+    def _watch(self, pool: HostPool, sample: Sample) -> None:
+        """Lay out host bytes and device tensors by the oracle."""
+        self.pool, self.spec, self.sample, layout, form = pool, pool.spec, sample, pool.layout, pool.form
         sizes, dtypes, variants = self.pool.sizes, sample.dtypes, sample.variants
         self._facts = (self.spec, sizes, dtypes, variants)
         self.host = oracle.host(*self._facts, layout, HOST_PAGES)
         self.device = oracle.device(
             *self._facts, form, DEVICE_PAGES, self.pool.layers, sample.shift, self.pool.device
         )
-        self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
         self._random = torch.Generator().manual_seed(20)
         self._places = {at.name: at for at in self.device.bytes}
 
@@ -210,23 +229,23 @@ class Bench:
         turn = itertools.cycle(itertools.product(("token", "page"), (torch.int64, torch.int32)))
         for count, path, direction in itertools.product(COUNTS[::-1], paths, ("write_back", "load")):
             unit, dtype = next(turn)
-            yield Case(direction, path, unit, *self._ids(count), dtype=dtype)
+            yield Case(direction, path, unit, *self.ids(count), dtype=dtype)
         if self.pool.device.type != "cpu":
             for direction, path, count in itertools.product(("write_back", "load"), paths, COUNTS[::2]):
-                yield Case(direction, path, "token", *self._ids(count), on_device=True)
+                yield Case(direction, path, "token", *self.ids(count), on_device=True)
 
     def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
         """Neighbours on one side or both, and runs that end at the last page."""
         host, device = torch.arange(HOST_PAGES), self._free()
         for direction, path in itertools.product(("write_back", "load"), paths):
             yield Case(direction, path, "page", host[-40:], device[-40:])
-            yield Case(direction, path, "token", host[:40], self._ids(40)[1])
+            yield Case(direction, path, "token", host[:40], self.ids(40)[1])
             pieces = [host[90:100], host[3:4], host[40:60], host[4:9]]
             yield Case(direction, path, "page", torch.cat(pieces), device[7:43].flip(0))
 
     def _special(self, paths: Sequence[str]) -> Iterator[Case]:
         for direction, path in itertools.product(("write_back", "load"), paths):
-            host, device = self._ids(13)
+            host, device = self.ids(13)
             yield Case(direction, path, "token", host[:0], device[:0])
             yield Case(direction, path, "token", host, device, strided=True)
             yield Case(direction, path, "page", host, device, validate="full")
@@ -236,17 +255,17 @@ class Bench:
         ids = self.pool.layers
         for path in paths:
             for layer, count in itertools.product(ids[::-1], (129, 1)):
-                yield Case("load", path, "page", *self._ids(count), layers=(layer,))
-            yield Case("load", path, "token", *self._ids(65), layers=tuple(reversed(ids)))
-            yield Case("load", path, "page", *self._ids(129), order="layer")
-            yield Case("load", path, "token", *self._ids(9), layers=ids[:1], order="layer")
+                yield Case("load", path, "page", *self.ids(count), layers=(layer,))
+            yield Case("load", path, "token", *self.ids(65), layers=tuple(reversed(ids)))
+            yield Case("load", path, "page", *self.ids(129), order="layer")
+            yield Case("load", path, "token", *self.ids(9), layers=ids[:1], order="layer")
 
     def _tokens(self, paths: Sequence[str]) -> Iterator[Case]:
         """Single tokens of whole pages in any order."""
         for count, path in itertools.product((129, 1, 64), paths):
             for direction in ("write_back", "load"):
-                yield Case(direction, path, "token", *self._ids(count), shuffled=True)
-            load = Case("load", path, "token", *self._ids(count), shuffled=True)
+                yield Case(direction, path, "token", *self.ids(count), shuffled=True)
+            load = Case("load", path, "token", *self.ids(count), shuffled=True)
             yield replace(load, layers=self.pool.layers[-1:])
             yield replace(load, order="layer", dtype=torch.int32)
 
@@ -262,12 +281,12 @@ class Bench:
             count = next(counts, None)
             if count is not None and (program.tokens or not tokens):
                 unit = "token" if tokens else "page"
-                case = Case("load", "zero_copy", unit, *self._ids(count), shuffled=tokens, layers=layers)
+                case = Case("load", "zero_copy", unit, *self.ids(count), shuffled=tokens, layers=layers)
                 yield case
                 if layers is None:
                     yield replace(case, direction="write_back")
 
-    def _ids(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ids(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """So many pages of each side, in no order."""
         free = self._free()
         host = torch.randperm(HOST_PAGES, generator=self._random)[:count]
@@ -279,29 +298,29 @@ class Bench:
 
     def transfer(self, case: Case) -> str:
         """Submit one transfer and compare both sides, whole; the first difference in words, or ""."""
-        pool = self.pool
-        host_before, arena_before = self._bytes(self.host.nbytes), self._bytes(self.device.arena.numel())
-        pool.kv_buffer.copy_(host_before)
-        self.device.arena.copy_(arena_before)
-        host_ids, device_ids = self._lists(case)
-        kept = host_ids.clone(), device_ids.clone()
+        before = self.begin(case)
+        how: dict[str, Any] = {"path": case.path, "validate": case.validate}
         if case.direction == "write_back":
-            ticket = pool.write_back(host_ids, device_ids, case.unit, path=case.path, validate=case.validate)
+            ticket = self.pool.write_back(*before.ids, case.unit, **how)
         else:
-            ticket = pool.load(
-                host_ids,
-                device_ids,
-                case.unit,
-                path=case.path,
-                validate=case.validate,
-                order=case.order,
-                layers=case.layers,
-            )
+            ticket = self.pool.load(*before.ids, case.unit, order=case.order, layers=case.layers, **how)
         ticket.wait()
-        if not (torch.equal(host_ids, kept[0]) and torch.equal(device_ids, kept[1])):
+        return self.end(case, before)
+
+    def begin(self, case: Case) -> Before:
+        """Fill both sides anew; what they hold, and the ids to hand over."""
+        host, arena = self._bytes(self.host.nbytes), self._bytes(self.device.arena.numel())
+        self.pool.kv_buffer.copy_(host)
+        self.device.arena.copy_(arena)
+        ids = self._lists(case)
+        return Before(host, arena, ids, (ids[0].clone(), ids[1].clone()))
+
+    def end(self, case: Case, before: Before) -> str:
+        """Compare both sides, whole, with what the transfer had to do; the first difference, or ""."""
+        if not all(torch.equal(ids, kept) for ids, kept in zip(before.ids, before.kept, strict=True)):
             return f"{case.label}: the caller's ids were changed"
-        self._apply(case, host_before, arena_before, host_ids.cpu(), device_ids.cpu())
-        return self._compare(case, host_before, arena_before)
+        self._apply(case, before.host, before.arena, before.kept[0].cpu(), before.kept[1].cpu())
+        return self._compare(case, before.host, before.arena)
 
     def _lists(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """The id tensors that the caller hands over."""

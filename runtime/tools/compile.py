@@ -8,18 +8,21 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from poolwright.runtime import env, jit
 from poolwright.runtime.description import PoolSpec, dtype_named
 from poolwright.runtime.errors import PoolError
+from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.jit import Unit
 from poolwright.runtime.pool import HostPool
-from poolwright.runtime.tools import cases, package
+from poolwright.runtime.tools import cases, group_cases, package
 from poolwright.runtime.tools.samples import Sample, samples, takes_page_size
 
 HOST_KINDS = ("atoms", "lanes")
@@ -43,8 +46,11 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`POOL`, `--set`, `--dtype`, `--layout`, `--form`, `--device`, `--arch`, `--align`, `--json`."""
-    parser.add_argument("pool", nargs="?", metavar="POOL", help="only this pool")
+    """`NAME`; sizes: `--set`, `--dtype`, `--sizes`; what for: `--layout`, `--form`, `--device`, `--arch`."""
+    parser.add_argument("pool", nargs="?", metavar="NAME", help="only this pool or group")
+    parser.add_argument(
+        "--sizes", type=Path, metavar="FILE", help="a group's constructor arguments as JSON (dtypes by name)"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -74,14 +80,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile what the arguments name; 1 when something does not compile."""
     generated = package.load_package(args.package, args.folder)
-    if args.pool is not None and args.pool not in generated.POOLS:
-        raise package.PackageError(f"no pool {args.pool!r}; pools are {', '.join(generated.POOLS)}")
-    if args.set and args.pool is None:
+    if args.pool is not None and args.pool not in (*generated.POOLS, *generated.GROUPS):
+        known = ", ".join((*generated.POOLS, *generated.GROUPS))
+        raise package.PackageError(f"no pool {args.pool!r}; pools are {known}")
+    if args.set and args.pool not in generated.POOLS:
         raise package.PackageError("--set names parameters of one pool; name the pool too")
+    if args.sizes and args.pool not in generated.GROUPS:
+        raise package.PackageError("--sizes gives the sizes of one group; name the group too")
     archs = _archs(args)
     units: list[Unit] = []
-    for name in [args.pool] if args.pool is not None else generated.POOLS:
-        units += _units(generated.pool_class(name), args)
+    for name in generated.POOLS:
+        units += _units(generated.pool_class(name), args) if args.pool in (None, name) else []
+    for name in generated.GROUPS:
+        units += _group_units(generated.group_class(name), args) if args.pool in (None, name) else []
     if not units:
         raise package.PackageError(f"no pool has form {args.form!r} with layout {args.layout!r}")
     say: Callable[[str], None] = (lambda _: None) if args.json else (lambda text: print(text, flush=True))
@@ -126,6 +137,49 @@ def _units(pool_class: type[HostPool], args: argparse.Namespace) -> list[Unit]:
             words = command(spec, sample, form, layout, args)
             found += [replace(program.unit(kind, args.align), arguments=words) for kind in kinds]
     return list(dict.fromkeys(found))
+
+
+def _group_units(kind: type[HostPoolGroup], args: argparse.Namespace) -> list[Unit]:
+    """The units of one group: of its sample sizes, or of those in the file that `--sizes` names.
+
+    On the CPU every pool has a twin of its own, and the kernels of all are played together.
+    """
+    found: list[Unit] = []
+    for given in [_sizes(args.sizes)] if args.sizes else _samples(kind):
+        try:
+            program = group_cases.programs(kind, given)
+        except (TypeError, ValueError) as error:
+            raise package.PackageError(f"{args.sizes or kind.spec.name}: {error}") from None
+        if args.device == "cuda":
+            found += [program.unit(part, args.align) for part in program.parts]
+        else:
+            found += [program.unit("lanes", args.align)]
+            found += [one.unit("atoms", args.align) for one in program.programs if one.device]
+    return list(dict.fromkeys(found))
+
+
+def _samples(kind: type[HostPoolGroup]) -> list[Mapping[str, Any]]:
+    return [group_cases.group_sample(kind, name).given for name in group_cases.NAMES]
+
+
+def _sizes(file: Path) -> dict[str, Any]:
+    """A group's constructor arguments as JSON has them, dtypes by name."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"), object_hook=_with_dtypes)
+    except (OSError, ValueError) as error:
+        raise package.PackageError(f"--sizes {file}: {error}") from None
+    if not isinstance(found, dict):
+        raise package.PackageError(f"--sizes {file}: expected an object of arguments")
+    return found
+
+
+def _with_dtypes(given: dict[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
+        if name.endswith("dtype"):
+            if not isinstance(getattr(torch, str(value), None), torch.dtype):
+                raise ValueError(f"{name}: expected a dtype such as bfloat16, got {value!r}")
+            given[name] = getattr(torch, value)
+    return given
 
 
 def _sized(pool_class: type[HostPool], args: argparse.Namespace) -> Sequence[Sample]:

@@ -88,10 +88,27 @@ def _dtypes(spec: PoolSpec, turn: int) -> dict[str, torch.dtype]:
     return chosen
 
 
-def _search(
-    pool_class: type[HostPool], name: str, variants: dict[str, str], dtypes: dict[str, torch.dtype]
+def sample_of(
+    pool_class: type[HostPool], name: str, layers: tuple[int, ...], page_size: int, fixed: Mapping[str, int]
 ) -> Sample:
-    """The first sizes, in order of preference, that the pool takes and that are what `name` says.
+    """An ``odd`` or ``wide`` sample with this page size, these parameters and these layers in every list, the
+    first choice of every variant. Raises ValueError when the pool takes no such sizes."""
+    spec = pool_class.spec
+    variants = {variant: next(iter(choices)) for variant, choices in spec.variants.items()}
+    found = _search(pool_class, name, variants, _dtypes(spec, int(name == "wide")), (page_size,), fixed)
+    return replace(found, layers=dict.fromkeys(spec.layer_lists, layers))
+
+
+def _search(
+    pool_class: type[HostPool],
+    name: str,
+    variants: dict[str, str],
+    dtypes: dict[str, torch.dtype],
+    pages: Sequence[int] = (),
+    fixed: Mapping[str, int] | None = None,
+) -> Sample:
+    """The first sizes, in order of preference, that the pool takes and that are what `name` says; with only
+    these page sizes and parameters.
 
     A pool that has no such sizes (every row of it is even, or none can be a multiple of 16 bytes) gets the
     first ones that it takes at all.
@@ -99,7 +116,7 @@ def _search(
     spec, layers = pool_class.spec, LAYERS if name == "odd" else LAYERS[:2]
     listed = {ids: layers for ids in spec.layer_lists}
     refusal, spare = "none was tried", None
-    for params, page_size in itertools.islice(_candidates(pool_class, name), MOST_TRIES):
+    for params, page_size in itertools.islice(_candidates(pool_class, name, pages, fixed or {}), MOST_TRIES):
         itemsizes = {group: dtype.itemsize for group, dtype in dtypes.items()}
         counts = {ids: len(layers) for ids in listed}
         try:
@@ -121,21 +138,24 @@ def _search(
 
 
 def _candidates(
-    pool_class: type[HostPool], name: str
+    pool_class: type[HostPool], name: str, only: Sequence[int], fixed: Mapping[str, int]
 ) -> Iterator[tuple[dict[str, int | tuple[int, ...]], int]]:
     """Parameters and page sizes to try; those with every zero that is allowed come first for wide ones."""
     given = [param for param in pool_class.spec.params if param.equals is None]
-    values = [list(_values(param, at, name)) for at, param in enumerate(given)]
+    values = [
+        [fixed[param.name]] if param.name in fixed else list(values_of(param, at, name))
+        for at, param in enumerate(given)
+    ]
     zeros = [each[:1] if each[0] == 0 else each for each in values]
     pages: Sequence[int] = (1,)
     if takes_page_size(pool_class):
-        pages = ODD_PAGES if name == "odd" else WIDE_PAGES
+        pages = only or (ODD_PAGES if name == "odd" else WIDE_PAGES)
     for tried in (zeros, values) if name == "wide" else (values,):
         for page_size, chosen in itertools.product(pages, itertools.product(*tried)):
             yield {param.name: value for param, value in zip(given, chosen, strict=True)}, page_size
 
 
-def _values(param: Param, at: int, name: str) -> Iterator[int | tuple[int, ...]]:
+def values_of(param: Param, at: int, name: str) -> Iterator[int | tuple[int, ...]]:
     """Values to try, the best first: different primes for each parameter, zero where it is allowed."""
     known: tuple[int, ...] = PRIMES if name == "odd" else WIDE
     known = known[at % 3 :] + known[: at % 3]

@@ -17,8 +17,10 @@ import torch
 
 from poolwright.runtime import jit
 from poolwright.runtime.errors import CompileError
+from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.pool import HostPool
-from poolwright.runtime.tools import cases, package
+from poolwright.runtime.tools import cases, group_cases, package
+from poolwright.runtime.tools.group_cases import GroupSample
 from poolwright.runtime.tools.samples import Sample, samples, unaligned
 
 KINDS = ("atoms", "lanes")
@@ -39,6 +41,18 @@ class Target:
 
 
 @dataclass(frozen=True)
+class GroupTarget:
+    """One group to verify, with sizes for all of its pools."""
+
+    kind: type[HostPoolGroup]
+    sample: GroupSample
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind.spec.name:12} {'group':12} {', '.join(self.sample.members):18} {self.sample.name}"
+
+
+@dataclass(frozen=True)
 class Result:
     """What came of a target: how many transfers were compared, and the first difference ("" for none)."""
 
@@ -52,8 +66,8 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`POOL`, `--device`, `--layout`, `--form`, `--json`, `--quick`."""
-    parser.add_argument("pool", nargs="?", metavar="POOL", help="only this pool")
+    """`NAME`, `--device`, `--layout`, `--form`, `--json`, `--quick`."""
+    parser.add_argument("pool", nargs="?", metavar="NAME", help="only this pool or group")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where pools run")
     parser.add_argument("--layout", help="only this layout")
     parser.add_argument("--form", help="only this form")
@@ -92,15 +106,17 @@ def _settings(quick: bool) -> Iterator[None]:
 
 def targets(
     generated: ModuleType, pool: str | None, layout: str | None, form: str | None, quick: bool
-) -> list[Target]:
-    """Everything to verify. Raises PackageError for a pool, layout or form that there is not."""
+) -> list[Target | GroupTarget]:
+    """Everything to verify. Raises PackageError for a pool, group, layout or form that there is not."""
     names = [pool] if pool is not None else list(generated.POOLS)
-    if pool is not None and pool not in generated.POOLS:
-        known = ", ".join(generated.POOLS)
+    if pool is not None and pool not in (*generated.POOLS, *generated.GROUPS):
+        known = ", ".join((*generated.POOLS, *generated.GROUPS))
         raise package.PackageError(
             f"no pool {pool!r} in {generated.__name__}; pools are {known} (a new spec needs `codegen build`)"
         )
-    found = []
+    if pool is not None and pool in generated.GROUPS:
+        return list(_groups(generated, [pool], quick))
+    found: list[Target | GroupTarget] = []
     for pool_class in (generated.pool_class(name) for name in names):
         spec = pool_class.spec
         for turn, (a_form, a_layout) in enumerate(spec.programs):
@@ -114,10 +130,19 @@ def targets(
     if not found:
         pairs = ", ".join(f"{f}/{y}" for n in names for f, y in generated.pool_class(n).spec.programs)
         raise package.PackageError(f"no form {form!r} with layout {layout!r}; form/layout are {pairs}")
+    if pool is None and layout is None and form is None:
+        found += _groups(generated, list(generated.GROUPS), quick)
     return found
 
 
-def verify(wanted: Sequence[Target], device: str, say: Callable[[str], None]) -> list[Result]:
+def _groups(generated: ModuleType, names: Sequence[str], quick: bool) -> Iterator[GroupTarget]:
+    for turn, name in enumerate(names):
+        kind = generated.group_class(name)
+        for sample in group_cases.NAMES[turn % 2 :: 2] if quick else group_cases.NAMES:
+            yield GroupTarget(kind, group_cases.group_sample(kind, sample))
+
+
+def verify(wanted: Sequence[Target | GroupTarget], device: str, say: Callable[[str], None]) -> list[Result]:
     """Compile everything side by side, then compare one target after the other. Raises BackendUnavailable."""
     started = time.perf_counter()
     if device == "cpu":
@@ -132,13 +157,18 @@ def verify(wanted: Sequence[Target], device: str, say: Callable[[str], None]) ->
     return results
 
 
-def precompile(wanted: Sequence[Target]) -> int:
+def precompile(wanted: Sequence[Target | GroupTarget]) -> int:
     """Fill the cache for these targets; returns how many libraries that takes.
 
     What does not compile is left to the target that needs it, whose paths are then missing.
     """
     units = []
     for target in wanted:
+        if isinstance(target, GroupTarget):
+            group = group_cases.programs(target.kind, target.sample.given)
+            units += [group.unit("lanes", 16)]
+            units += [program.unit("atoms", 16) for program in group.programs if program.device]
+            continue
         program = cases.sized(target.pool_class, target.sample, target.form, target.layout)
         alignments = {16, math.gcd(16, target.sample.shift)}  # a pool is built for 16, then for its tensors
         units += [program.unit(kind, align) for kind in KINDS for align in alignments]
@@ -150,7 +180,7 @@ def precompile(wanted: Sequence[Target]) -> int:
     return len(units)
 
 
-def check(target: Target, device: str = "cpu") -> Result:
+def check(target: Target | GroupTarget, device: str = "cpu") -> Result:
     """Run every case of one target, up to the first difference."""
     started, done, difference = time.perf_counter(), 0, ""
     try:
@@ -160,17 +190,27 @@ def check(target: Target, device: str = "cpu") -> Result:
                 break
     except Exception as error:  # whatever goes wrong is a difference of this target, not the end of the rest
         difference = f"{type(error).__name__}: {error}"
-    spec = target.pool_class.spec
+    if isinstance(target, Target):
+        name, sample = target.pool_class.spec.name, target.sample.label
+        form, layout = target.form, target.layout
+    else:
+        name, sample, form, layout = target.kind.spec.name, target.sample.name, "group", "all pools"
     if difference:
-        difference = f"{spec.name} {target.form} {target.layout} ({target.sample.label}): {difference}"
-    seconds = time.perf_counter() - started
-    return Result(
-        spec.name, target.form, target.layout, target.sample.label, done, round(seconds, 3), difference
-    )
+        difference = f"{name} {form} {layout} ({sample}): {difference}"
+    seconds = round(time.perf_counter() - started, 3)
+    return Result(name, form, layout, sample, done, seconds, difference)
 
 
-def _differences(target: Target, device: str) -> Iterator[str]:
+def _differences(target: Target | GroupTarget, device: str) -> Iterator[str]:
     """One text a case, empty when nothing differs."""
+    if isinstance(target, GroupTarget):
+        group = group_cases.GroupBench(target.kind, target.sample, device)
+        try:
+            for each in group.cases():
+                yield group.transfer(each)
+        finally:
+            group.close()
+        return
     bench = cases.Bench(target.pool_class, target.sample, target.form, target.layout, device)
     try:
         yield from bench.sizes()

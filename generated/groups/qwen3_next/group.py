@@ -46,8 +46,8 @@ SPEC = GroupSpec(
     source="specs/groups/qwen3_next.yaml",
     anchor="kv",
     members={
-        "kv": MemberSpec(MHATokenToKVPoolHost, layers="full_attention_layers"),
-        "state": MemberSpec(KdaStatePoolHost, layers="linear_attention_layers", hit="trailing_pages", restore_with="kv"),
+        "kv": MemberSpec(MHATokenToKVPoolHost, layers={"layers": "full_attention_layers"}),
+        "state": MemberSpec(KdaStatePoolHost, layers={"layers": "linear_attention_layers"}, hit="trailing_pages", restore_with="kv"),
     },
     budget={
         "kv": 0.7,

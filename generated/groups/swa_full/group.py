@@ -43,8 +43,8 @@ SPEC = GroupSpec(
     source="specs/groups/swa_full.yaml",
     anchor="full",
     members={
-        "full": MemberSpec(MHATokenToKVPoolHost, layers="full_attention_layers"),
-        "swa": MemberSpec(MHATokenToKVPoolHost, layers="sliding_attention_layers", hit="trailing_pages", restore_with="full"),
+        "full": MemberSpec(MHATokenToKVPoolHost, layers={"layers": "full_attention_layers"}),
+        "swa": MemberSpec(MHATokenToKVPoolHost, layers={"layers": "sliding_attention_layers"}, hit="trailing_pages", restore_with="full"),
     },
     budget={
         "full": 0.8,

@@ -43,8 +43,8 @@ SPEC = GroupSpec(
     source="specs/groups/target_draft.yaml",
     anchor="target",
     members={
-        "target": MemberSpec(MHATokenToKVPoolHost, layers="target_layers"),
-        "draft": MemberSpec(MHATokenToKVPoolHost, layers="draft_layers", index="target", restore_with="target"),
+        "target": MemberSpec(MHATokenToKVPoolHost, layers={"layers": "target_layers"}),
+        "draft": MemberSpec(MHATokenToKVPoolHost, layers={"layers": "draft_layers"}, index="target", restore_with="target"),
     },
     budget={
         "target": 0.9,

@@ -1,0 +1,701 @@
+"""Groups: sizes and budgets, allocation all or nothing, one call for all pools, whatever paths they take.
+
+Races of groups are in test_races; here bytes, contracts and counts are checked, on the CPU and on the
+simulated driver.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import GROUPS, first, group_world
+
+import poolwright.generated as generated
+from poolwright.runtime import group as groups
+from poolwright.runtime import jit, toolchain
+from poolwright.runtime.driver.simulated import SimulatedDriver
+from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
+from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.testing import use_driver
+from poolwright.runtime.tools import group_cases
+
+PATHS = ("host", "zero_copy", "staged", "torch")
+P = 4
+KV = {"heads": 2, "head_dim": 3, "v_head_dim": 5, "dtype": torch.bfloat16}
+STATE = {"heads": 2, "head_dim": 3, "kernel": 4, "ngram": 2}
+STATE |= {"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16}
+FULL, LINEAR = (1, 5), (0, 2, 3, 4, 7)
+HYBRID: dict[str, Any] = {"full_attention_layers": FULL, "linear_attention_layers": LINEAR, "page_size": P}
+HYBRID |= {"kv": KV, "state": STATE}
+DRAFT: dict[str, Any] = {"target_layers": (0, 1, 2), "draft_layers": (3,), "page_size": P}
+DRAFT |= {"target": KV, "draft": {**KV, "heads": 1}}
+
+
+def hybrid(**more: Any) -> HostPoolGroup:
+    return generated.group_class("qwen3_next")(**HYBRID, **({"capacity_pages": {"kv": 9, "state": 5}} | more))
+
+
+def drafted(**more: Any) -> HostPoolGroup:
+    return generated.group_class("target_draft")(**DRAFT, **({"capacity_pages": {"target": 9}} | more))
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randint(-99, 99, shape).to(dtype)
+
+
+def rows(layers: int, heads: int, dim: int, pages: int = 11) -> list[torch.Tensor]:
+    return [random_tensor(pages * P, heads, dim) for _ in range(layers)]
+
+
+def hybrid_tensors() -> dict[str, dict[str, Any]]:
+    state = {
+        "temporal": random_tensor(len(LINEAR), 7, 2, 3, 3, dtype=torch.float32),
+        "conv": random_tensor(len(LINEAR), 7, 3, 18),
+        "ngram": random_tensor(7, 2, dtype=torch.int64),
+    }
+    return {"kv": {"k": rows(2, 2, 3), "v": rows(2, 2, 5)}, "state": state}
+
+
+def flat(tensors: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Every device tensor, each layer by itself."""
+    found: list[torch.Tensor] = []
+    for each in (value for one in tensors.values() for value in one.values()):
+        found += list(each) if isinstance(each, list) else [each]
+    return found
+
+
+@pytest.fixture
+def bound() -> Iterator[tuple[HostPoolGroup, dict[str, dict[str, Any]]]]:
+    group, tensors = hybrid(), hybrid_tensors()
+    group.bind(tensors)
+    yield group, tensors
+    group.destroy()
+
+
+TOKENS = torch.cat([torch.arange(20, 24), torch.arange(8, 12)])
+SLOTS = torch.tensor([6, 2])
+
+
+def moves() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {
+        "kv": (torch.tensor([4, 5, 6, 7, 32, 33, 34, 35]), TOKENS),
+        "state": (torch.tensor([4, 0]), SLOTS),
+    }
+
+
+def expected(before: list[torch.Tensor], now: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the tensors hold after a load into tensors `now` of what was stored from `before`."""
+    wanted = [tensor.clone() for tensor in now]
+    for tensor, old in zip(wanted[:4], before[:4], strict=True):
+        tensor[TOKENS] = old[TOKENS]
+    for tensor, old in zip(wanted[4:6], before[4:6], strict=True):
+        tensor[:, SLOTS] = old[:, SLOTS]
+    wanted[6][SLOTS] = before[6][SLOTS]
+    return wanted
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize(("kv", "state"), list(itertools.product(PATHS, PATHS)))
+def test_one_call_moves_all_pools_by_any_mix_of_paths(bound: Any, kv: str, state: str) -> None:
+    group, tensors = bound
+    before = [tensor.clone() for tensor in flat(tensors)]
+    host = {name: pool.kv_buffer.fill_(7).clone() for name, pool in group.pools.items()}
+    paths = {"kv": kv, "state": state}
+    ticket = group.write_back(moves(), path=paths)
+    ticket.captured.wait()
+    ticket.wait()
+    assert ticket.paths == paths
+    assert ticket.path == (kv if kv == state else f"{kv}+{state}")
+    assert ticket.moved == {"kv": {1, 8}, "state": {4, 0}}
+    assert all(torch.equal(a, b) for a, b in zip(flat(tensors), before, strict=True))
+    assert all(not torch.equal(pool.kv_buffer, host[name]) for name, pool in group.pools.items())
+    for tensor in flat(tensors):
+        tensor.fill_(-1)
+    wanted = expected(before, flat(tensors))
+    group.load(moves(), path=paths).wait()
+    assert all(torch.equal(a, b) for a, b in zip(flat(tensors), wanted, strict=True))
+
+
+def test_three_pools_take_three_paths_in_one_call() -> None:
+    sizes = {"page_size": P, "capacity_pages": {"full": 6, "swa": 5}, "full": KV, "swa": KV}
+    group = generated.group_class("swa_full")(
+        full_attention_layers=(0,), sliding_attention_layers=(1, 2), **sizes
+    )
+    group.bind(
+        {"full": {"k": rows(1, 2, 3), "v": rows(1, 2, 5)}, "swa": {"k": rows(2, 2, 3), "v": rows(2, 2, 5)}}
+    )
+    ids = torch.arange(2)
+    ticket = group.write_back(
+        {"full": (ids, ids), "swa": (ids, ids)}, "page", path={"full": "zero_copy", "swa": "staged"}
+    )
+    ticket.wait()
+    assert ticket.path == "zero_copy+staged"
+    group.destroy()
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "staged"])
+@pytest.mark.parametrize("layers", [None, (5, 0, 3), (1,), ()])
+def test_layers_of_all_pools_come_in_one_order(bound: Any, path: str, layers: tuple[int, ...] | None) -> None:
+    group, tensors = bound
+    before = [tensor.clone() for tensor in flat(tensors)]
+    group.write_back(moves()).wait()
+    for tensor in flat(tensors):
+        tensor.fill_(-1)
+    full = expected(before, flat(tensors))
+    wanted = [tensor.clone() for tensor in flat(tensors)]
+    chosen = sorted((*FULL, *LINEAR)) if layers is None else layers
+    for at, layer in enumerate(FULL):
+        if layer in chosen:
+            wanted[at], wanted[2 + at] = full[at], full[2 + at]
+    for at, layer in enumerate(LINEAR):
+        if layer in chosen:
+            wanted[4][at], wanted[5][at] = full[4][at], full[5][at]
+    if LINEAR[0] in chosen:  # what has no layers comes with the first one of its pool
+        wanted[6] = full[6]
+    ticket = group.load(moves(), order="layer", layers=layers, path=path)
+    for layer in chosen:
+        ticket.wait_layer(layer)
+    for wrong in (6, 100, *(set() if layers is None else set(FULL) - set(layers))):
+        with pytest.raises(ValueError, match=f"layer {wrong} is not told"):
+            ticket.wait_layer(wrong)
+    ticket.wait()
+    assert all(torch.equal(a, b) for a, b in zip(flat(tensors), wanted, strict=True))
+
+
+def test_layers_of_pools_that_have_nothing_to_load_are_there_at_once(bound: Any) -> None:
+    group, _ = bound
+    group.write_back(moves()).wait()
+    ticket = group.load({"kv": moves()["kv"]}, order="layer")
+    for layer in sorted((*FULL, *LINEAR)):
+        ticket.wait_layer(layer)
+    with pytest.raises(ValueError, match="layer 6 is not told"):
+        ticket.wait_layer(6)
+    ticket.wait()
+
+
+def test_a_pool_without_layers_moves_with_the_first_step_of_all(bound: Any) -> None:
+    group, _ = bound
+    transfers = group._shared.transfers
+    state = transfers.members[1]
+    kept, state.layers = state.layers, ()
+    try:
+        order = transfers._make_order((0, 1), None)
+        assert order.layers == FULL
+        assert list(order.steps[1].numbers)[2 - 1 :: 2] == [0, 0xFFFFFFFF]
+    finally:
+        state.layers = kept
+
+
+# ---- pools that take the ids of another
+
+
+def test_a_pool_that_takes_ids_moves_with_its_source_always() -> None:
+    group = drafted()
+    tensors = {
+        "target": {"k": rows(3, 2, 3), "v": rows(3, 2, 5)},
+        "draft": {"k": rows(1, 1, 3), "v": rows(1, 1, 5)},
+    }
+    group.bind(tensors)
+    target, draft = group.pools["target"], group.draft
+    assert draft.page_num == target.page_num == 9
+    before = [tensor.clone() for tensor in flat(tensors)]
+    for mover, ids in (
+        (group, ({"target": (torch.tensor([3, 1]), torch.tensor([2, 4]))}, "page")),
+        (target, (torch.tensor([3, 1]), torch.tensor([2, 4]), "page")),
+    ):
+        ticket = mover.write_back(*ids)
+        assert set(ticket.moved) == {"target", "draft"} and ticket.moved["draft"] == {3, 1}
+        ticket.wait()
+        for tensor in flat(tensors):
+            tensor.zero_()
+        mover.load(*ids, order="layer").wait()
+        index = torch.cat([torch.arange(8, 12), torch.arange(16, 20)])
+        assert all(torch.equal(a[index], b[index]) for a, b in zip(flat(tensors), before, strict=True))
+    for call in (
+        lambda: draft.write_back(torch.tensor([1]), torch.tensor([1]), "page"),
+        lambda: draft.load(torch.tensor([1]), torch.tensor([1]), "page"),
+    ):
+        with pytest.raises(ValueError, match="draft is moved with target"):
+            call()
+    with pytest.raises(ValueError, match="draft takes the ids of target"):
+        group.load({"draft": (torch.tensor([1]), torch.tensor([1]))})
+    for name in ("alloc", "free", "clear"):
+        with pytest.raises(ValueError, match=f"no slots of its own: {name} those of target"):
+            getattr(draft, name)(*([] if name == "clear" else [torch.arange(P) if name == "free" else P]))
+    assert group.available_size() == {"target": 36}
+    group.destroy()
+
+
+def test_device_rows_of_every_pool_are_checked_before_anything_moves() -> None:
+    group = drafted()
+    small = {"k": rows(1, 1, 3, pages=3), "v": rows(1, 1, 5, pages=3)}
+    group.bind({"target": {"k": rows(3, 2, 3), "v": rows(3, 2, 5)}, "draft": small})
+    with pytest.raises(ValueError, match="draft: device ids: expected 0 to 2, got 4"):
+        group.write_back({"target": (torch.tensor([3, 1]), torch.tensor([2, 4]))}, "page")
+    group.write_back({"target": (torch.tensor([3, 1]), torch.tensor([2, 0]))}, "page").wait()
+    group.destroy()
+
+
+def test_a_page_in_flight_of_any_pool_keeps_the_ids_it_takes() -> None:
+    made = group_world(GROUPS[2], first)
+    ids = made.group.alloc({"target": 4})
+    ticket = made.group.write_back({"target": (ids["target"], torch.arange(4))})
+    with pytest.raises(ValueError, match="page 0 is in flight"):
+        made.group.free(ids)
+    assert made.group.free(ids, after=ticket) == {"target": 4}
+    ticket.wait()
+    made.group.destroy()
+
+
+# ---- slots
+
+
+def test_alloc_takes_all_or_nothing() -> None:
+    group = hybrid()
+    taken = group.alloc({"state": 2, "kv": 3 * P})
+    assert taken is not None and list(taken) == ["kv", "state"]
+    free = group.available_size()
+    assert free == {"kv": 6 * P, "state": 3}
+    assert group.alloc({"kv": P, "state": 4}) is None
+    assert group.alloc({"kv": 7 * P, "state": 1}) is None
+    with pytest.raises(ValueError, match="state: alloc"):
+        group.alloc({"kv": P, "state": -1})
+    with pytest.raises(ValueError, match="no pool 'stat'; pools are kv, state"):
+        group.alloc({"stat": 1})
+    with pytest.raises(TypeError):
+        group.alloc({"kv": P, "state": "two"})  # type: ignore[dict-item]
+    assert group.available_size() == free
+    with pytest.raises(ValueError, match="state: free"):
+        group.free({"kv": taken["kv"], "state": torch.tensor([4])})
+    assert group.available_size() == free
+    assert group.free(taken) == {"kv": 3 * P, "state": 2}
+    group.destroy()
+
+
+def test_an_error_in_the_middle_of_an_allocation_leaves_nothing_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = hybrid()
+
+    def broken(count: int) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(group.pools["state"], "alloc", broken)
+    with pytest.raises(RuntimeError, match="no more"):
+        group.alloc({"kv": P, "state": 1})
+    assert group.available_size() == {"kv": 9 * P, "state": 5}
+    group.destroy()
+
+
+CALLS = st.lists(st.tuples(st.sampled_from("afp"), st.integers(0, 4), st.integers(0, 3)), max_size=25)
+
+
+@settings(max_examples=60)
+@given(CALLS, st.integers(0, 1 << 16))
+def test_ranks_that_make_the_same_calls_get_the_same_ids(calls: list[Any], seed: int) -> None:
+    """Whatever transfers do meanwhile, which differ between the ranks."""
+    answers = []
+    for rank in range(2):
+        chance = random.Random(seed + rank)
+        made = group_world(GROUPS[1], chance.randrange)
+        held: list[dict[str, torch.Tensor]] = []
+        told: list[object] = []
+        for kind, one, two in calls:
+            if kind == "a":
+                found = made.group.alloc({"full": 2 * one, "swa": 2 * two})
+                told.append(None if found is None else {name: ids.tolist() for name, ids in found.items()})
+                held += [] if found is None else [found]
+            elif kind == "f" and held:
+                made.group.free(held.pop(one % len(held)))
+            elif kind == "p" and rank == 0 and held:
+                ids = held[-1]["full"]
+                made.group.write_back({"full": (ids, torch.arange(len(ids)))}).detach()
+            told.append(made.group.available_size())
+        answers.append(told)
+        made.group.destroy()
+    assert answers[0] == answers[1]
+
+
+# ---- budgets
+
+
+def test_a_budget_is_for_all_pools_together() -> None:
+    kind = generated.group_class("qwen3_next")
+    for capacity in (10_000, 54_321, 99_999):
+        need = kind.required_bytes(**HYBRID, capacity_bytes=capacity)
+        assert capacity - 2 * sum(pool.page for pool in need.pools.values()) < need.host <= capacity
+        assert need.pools["kv"].host <= 0.7 * capacity and need.pools["state"].host <= 0.3 * capacity
+    group = hybrid(capacity_pages=None, capacity_bytes=54_321, staging_bytes=3_000)
+    need = kind.required_bytes(**HYBRID, capacity_bytes=54_321, staging_bytes=3_000)
+    for name, pool in group.pools.items():
+        assert pool.kv_buffer.numel() == need.pools[name].host and pool.page_num == need.pools[name].pages
+        assert pool.staging is not None and pool.staging.nbytes == need.pools[name].staging
+    group.destroy()
+
+
+def test_pools_that_take_ids_count_into_the_page_of_their_source() -> None:
+    kind = generated.group_class("target_draft")
+    need = kind.required_bytes(**DRAFT, capacity_bytes=50_000)
+    assert need.pools["target"].pages == need.pools["draft"].pages
+    page = sum(pool.page for pool in need.pools.values())
+    assert need.pools["target"].pages == 50_000 // page
+
+
+def test_bytes_pages_and_off_by_pool() -> None:
+    kind = generated.group_class("qwen3_next")
+    need = kind.required_bytes(**HYBRID, budget={"kv": 20_000, "state": 30_000})
+    assert need.pools["kv"].host <= 20_000 and need.pools["state"].host <= 30_000
+    off = kind.required_bytes(**{**HYBRID, "state": None}, capacity_pages={"kv": 3, "state": "off"})
+    assert list(off.pools) == ["kv"]
+    group = hybrid(capacity_pages={"kv": 3, "state": "off"})
+    tensors = hybrid_tensors()
+    group.bind(tensors)
+    before = [tensor.clone() for tensor in flat(tensors)]
+    assert group.alloc({"kv": P, "state": 1}).keys() == {"kv"}  # type: ignore[union-attr]
+    page = torch.arange(P)
+    group.write_back({"kv": (page, page), "state": moves()["state"]}, path="zero_copy").wait()
+    for tensor in flat(tensors):
+        tensor.zero_()
+    group.load({"kv": (page, page), "state": moves()["state"]}, order="layer", path="zero_copy").wait()
+    assert torch.equal(tensors["kv"]["k"][0][:P], before[0][:P])
+    with pytest.raises(AttributeError, match="pool 'state' is switched off"):
+        _ = group.state
+    group.destroy()
+
+
+WRONG = (
+    ({"capacity_bytes": 1000}, OutOfMemoryBudget, r"one page of state needs \d+ bytes, 300 are available"),
+    ({}, ValueError, "give capacity_bytes, of which the budget"),
+    ({"capacity_bytes": 9999, "capacity_pages": {"kv": 1, "state": 1}}, ValueError, "give either"),
+    ({"capacity_pages": {"kv": 1}}, ValueError, "expected at least 1 page or 'off' for state, got None"),
+    ({"capacity_pages": {"kv": "off", "state": 1}}, ValueError, "the anchor kv cannot be off"),
+    ({"capacity_pages": {"kv": 1, "state": 1, "x": 1}}, ValueError, "capacity_pages: no pool 'x'"),
+    (
+        {"budget": {"kv": 0.9}, "capacity_bytes": 99_999},
+        ValueError,
+        "budget: 119,998 bytes in all, more than",
+    ),
+    ({"budget": {"kv": 1.5}, "capacity_bytes": 9}, ValueError, "budget of kv: expected a fraction, bytes or"),
+    ({"capacity_bytes": -1}, ValueError, "capacity_bytes: expected an integer from 0, got -1"),
+    (
+        {"capacity_bytes": 99_999, "kv": {**KV, "head": 1}},
+        ValueError,
+        "kv: unknown argument 'head'; it takes",
+    ),
+    (
+        {"capacity_bytes": 99_999, "kv": {**KV, "page_size": 1}},
+        ValueError,
+        "kv: unknown argument 'page_size'",
+    ),
+    ({"capacity_bytes": 99_999, "state": None}, ValueError, "state: argument 'heads' is missing"),
+    ({"capacity_bytes": 99_999, "layout": "page_head"}, ValueError, "state: .*layout: expected one of"),
+    ({"capacity_bytes": 99_999, "kv": {**KV, "heads": 0}}, ValueError, "kv: mha: heads: expected at least 1"),
+)
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), WRONG, ids=[case[2][:40] for case in WRONG])
+def test_what_cannot_be_sized_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    group_class = generated.group_class("qwen3_next")
+    with pytest.raises(kind, match=message):
+        group_class.required_bytes(**{**HYBRID, **given})
+
+
+def test_the_budget_of_the_machine_is_asked_for_all_pools_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = generated.group_class("qwen3_next").required_bytes(**HYBRID, capacity_pages={"kv": 9, "state": 5})
+    monkeypatch.setattr(groups, "available_host_bytes", lambda: need.host - 1)
+    driver = Counted()
+    with (
+        use_driver(driver),
+        pytest.raises(OutOfMemoryBudget, match=f"qwen3_next: host memory needs {need.host:,}"),
+    ):
+        hybrid()
+    assert driver.calls["register"] == driver.calls["allocate"] == 0
+
+
+class Counted(SimulatedDriver):
+    """Counts calls of the protocol; memory that is registered now."""
+
+    def __init__(self) -> None:
+        super().__init__(first)
+        self.calls: Counter[str] = Counter()
+        self.held: set[int] = set()
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.calls["register"] += 1
+        found = super().register(address, nbytes)
+        self.held.add(address)
+        return found
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        self.held.discard(address)
+
+    def allocate(self, nbytes: int) -> Any:
+        self.calls["allocate"] += 1
+        return super().allocate(nbytes)
+
+    def enqueue(self, call: str, *rest: Any, **more: Any) -> None:
+        self.calls[call] += 1
+        super().enqueue(call, *rest, **more)
+
+    def copy(self, *rest: Any, **more: Any) -> None:
+        self.calls["copy"] += 1
+        super().copy(*rest, **more)
+
+
+@pytest.mark.parametrize("call", ["register", "allocate"])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_pool_that_cannot_be_built_takes_all_others_with_it(call: str, skip: int) -> None:
+    driver = Counted()
+    driver.fail(call, skip)
+    with use_driver(driver), pytest.raises(PoolError, match="made to fail"):
+        hybrid()
+    assert driver.calls["register"] == 1 + skip and not driver.held
+    with use_driver(driver):
+        made = hybrid()
+    assert len(driver.held) == 2
+    made.destroy()
+    made.destroy()
+    assert not driver.held
+    with pytest.raises(PoolError, match="kv: the pool is destroyed"):
+        made.alloc({"kv": P})
+
+
+# ---- one launch, one batch
+
+
+def simulated(name: str = "qwen3_next") -> tuple[Counted, HostPoolGroup]:
+    driver = Counted()
+    with use_driver(driver):
+        group = hybrid(staging_bytes=1 << 20)
+    tensors = hybrid_tensors()
+    on_device: dict[str, dict[str, Any]] = {}
+    for pool, each in tensors.items():
+        on_device[pool] = {}
+        for component, value in each.items():
+            made = [driver.tensor(t.shape, t.dtype) for t in (value if isinstance(value, list) else [value])]
+            for tensor in made:
+                driver.cpu("contents", tensor.data_ptr(), tensor.nbytes, writes=True)
+            on_device[pool][component] = made if isinstance(value, list) else made[0]
+    group.bind(on_device)
+    return driver, group
+
+
+@pytest.mark.parametrize("direction", ["write_back", "load"])
+def test_pools_on_one_path_take_one_launch_and_one_batch(direction: str) -> None:
+    driver, group = simulated()
+    group.write_back(moves(), path="zero_copy").wait()
+    for path, launches, batches in (("zero_copy", 1, 0), ("staged", 1, 1)):
+        driver.calls.clear()
+        getattr(group, direction)(moves(), path=path).wait()
+        assert (driver.calls["launch"], driver.calls["copy"], driver.calls["upload"]) == (
+            launches,
+            batches,
+            0,
+        )
+    driver.calls.clear()
+    getattr(group, direction)(moves(), path={"kv": "zero_copy", "state": "staged"}).wait()
+    assert (driver.calls["launch"], driver.calls["copy"]) == (2, 1)
+    group.destroy()
+
+
+def test_a_load_in_layer_order_is_one_launch_whatever_its_layers() -> None:
+    driver, group = simulated()
+    group.write_back(moves(), path="zero_copy").wait()
+    for how in ({"order": "layer"}, {"layers": [5, 0]}, {"order": "layer"}):
+        driver.calls.clear()
+        ticket = group.load(moves(), **how)
+        ticket.wait()
+        assert driver.calls["launch"] == 1 and ticket.path == "zero_copy"
+    assert driver.calls["upload"] == 0  # the numbers of its steps are there already
+    group.destroy()
+
+
+def test_mixed_units_take_one_launch() -> None:
+    """Scattered tokens of one pool beside pages of another."""
+    driver, group = simulated()
+    scattered = moves()["kv"][0].flip(0), TOKENS
+    driver.calls.clear()
+    group.write_back({"kv": scattered, "state": moves()["state"]}, path="zero_copy").wait()
+    assert driver.calls["launch"] == 1
+    group.load(
+        {"kv": scattered, "state": moves()["state"]}, {"kv": "token", "state": "page"}, order="layer"
+    ).wait()
+    group.destroy()
+
+
+def test_a_failed_transfer_names_the_pages_of_every_pool() -> None:
+    driver, group = simulated()
+    driver.fail("launch")
+    with pytest.raises(PoolError) as raised:
+        group.write_back(moves(), path="zero_copy")
+    assert raised.value.moved == {"kv": [1, 8], "state": [0, 4]}  # type: ignore[attr-defined]
+    assert "write_back of 2 pages of kv (1, 8) and 2 pages of state (0, 4) failed" in str(raised.value)
+    driver.fail_step()
+    ticket = group.write_back(moves(), path="zero_copy")
+    with pytest.raises(PoolError, match="2 pages of kv"):
+        ticket.captured.wait()
+    with pytest.raises(PoolError, match="made to fail"):
+        group.destroy()
+
+
+def test_states_stay_within_their_capture_capacity() -> None:
+    """A state of 4 MiB in 40 layers: staging memory is bounded, one page always fits, the delay is told."""
+    state = {**STATE, "heads": 64, "head_dim": 128, "ngram": 0}
+    sizes = {**HYBRID, "linear_attention_layers": range(40), "full_attention_layers": (40,), "state": state}
+    kind = generated.group_class("qwen3_next")
+    need = kind.required_bytes(**sizes, capacity_pages={"kv": 2, "state": 3}, capture_bytes=512 << 20)
+    page = need.pools["state"].page
+    assert page > 160 << 20 and need.pools["state"].staging <= 512 << 20
+    tight = kind.required_bytes(**sizes, capacity_pages={"kv": 2, "state": 3}, capture_bytes=1)
+    assert 2 * page <= tight.pools["state"].staging < 2 * page + 1024
+
+
+# ---- contracts
+
+
+def test_wrong_ids_are_refused_before_anything_is_submitted(bound: Any) -> None:
+    group, _ = bound
+    host = {name: pool.kv_buffer.clone() for name, pool in group.pools.items()}
+    good = moves()["kv"]
+    for wrong, message in (
+        ((torch.tensor([5]), torch.tensor([1])), "state: host ids: expected 0 to 4, got 5"),
+        ((torch.tensor([1]), torch.tensor([0])), "state: device ids: 0 is reserved"),
+        ((torch.tensor([1, 1]), torch.tensor([1, 2])), "state: host ids: page 1 stands twice"),
+        ((torch.tensor([1.0]), torch.tensor([1])), "state: host ids: dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            group.write_back({"kv": good, "state": wrong})
+    with pytest.raises(ValueError, match="no pool 'stat'"):
+        group.write_back({"kv": good, "stat": good})
+    with pytest.raises(ValueError, match="state: path 'kernel' was asked for"):
+        group.write_back(moves(), path={"state": "kernel"})
+    with pytest.raises(ValueError, match=r"kv: path 'staged' was asked for .*whole pages"):
+        group.load(moves(), order="layer", path={"kv": "staged"})
+    with pytest.raises(ValueError, match="no pool 'stat'"):
+        group.write_back(moves(), path={"stat": "host"})
+    assert all(torch.equal(pool.kv_buffer, host[name]) for name, pool in group.pools.items())
+
+
+def test_nothing_to_move_is_a_finished_ticket(bound: Any) -> None:
+    group, _ = bound
+    empty = torch.empty(0, dtype=torch.int64)
+    for ticket in (group.write_back({}), group.load({"kv": (empty, empty)}, order="layer"), group.load({})):
+        ticket.wait()
+        assert ticket.done() and not ticket.pages
+
+
+def test_bind_checks_every_pool_before_it_uses_any(bound: Any) -> None:
+    group, tensors = bound
+    before = group.kv._bound
+    wrong = {**tensors["state"], "conv": tensors["state"]["conv"].float()}
+    with pytest.raises(ValueError, match="conv: dtype"):
+        group.bind({"kv": hybrid_tensors()["kv"], "state": wrong})
+    with pytest.raises(ValueError, match="no tensors for pool 'state'"):
+        group.bind({"kv": tensors["kv"]})
+    assert group.kv._bound is before
+
+
+def test_less_aligned_tensors_of_one_pool_are_moved_right() -> None:
+    group, tensors = hybrid(), hybrid_tensors()
+    odd = torch.empty(tensors["state"]["conv"].numel() + 1, dtype=torch.bfloat16)[1:]
+    tensors["state"]["conv"] = odd.view(tensors["state"]["conv"].shape).copy_(tensors["state"]["conv"])
+    group.bind(tensors)
+    before = [tensor.clone() for tensor in flat(tensors)]
+    for path in ("host", "zero_copy", "staged"):
+        group.write_back(moves(), path=path).wait()
+        for tensor in flat(tensors):
+            tensor.fill_(3)
+        wanted = expected(before, flat(tensors))
+        group.load(moves(), path=path).wait()
+        assert all(torch.equal(a, b) for a, b in zip(flat(tensors), wanted, strict=True))
+    group.destroy()
+
+
+def test_a_pool_of_a_group_is_given_back_with_the_group(bound: Any) -> None:
+    group, _ = bound
+    with pytest.raises(PoolError, match="kv belongs to the group qwen3_next: destroy the group"):
+        group.kv.destroy()
+    group.kv.clear()
+
+
+# ---- generated text
+
+
+def test_the_registry_has_groups() -> None:
+    assert set(generated.GROUPS) >= {"qwen3_next", "swa_full", "target_draft"}
+    assert generated.group_class("swa_full") is generated.SwaFullHostPoolGroup
+    with pytest.raises(KeyError, match="no group 'swa'"):
+        generated.group_class("swa")
+
+
+def test_group_specs_stay_short() -> None:
+    root = Path(__file__).resolve().parents[1]
+    for file in (root / "specs" / "groups").glob("*.yaml"):
+        assert len(file.read_text().splitlines()) <= 30
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("show", "qwen3_next"), "state  kda_state  its own  linear_attention_layers  0.3"),
+        (
+            ("explain", "target_draft"),
+            "takes the ids of target, has as many pages, and is moved in every call",
+        ),
+        (("build", "qwen3_next", "--check"), "up to date: "),
+        (("verify", "target_draft", "--quick"), "target_draft all pools"),
+        (("compile", "swa_full"), "swa_full-lanes"),
+    ],
+)
+def test_commands_know_groups(codegen: Any, words: tuple[str, ...], expected: str) -> None:
+    done = codegen(*words, cwd=Path(__file__).resolve().parents[1])
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_a_group_is_compiled_for_the_sizes_of_a_file(codegen: Any, tmp_path: Path) -> None:
+    sizes = {**DRAFT, "target": {**KV, "dtype": "bfloat16"}, "draft": {**KV, "dtype": "float16"}}
+    file = tmp_path / "sizes.json"
+    file.write_text(json.dumps(sizes))
+    root = Path(__file__).resolve().parents[1]
+    done = codegen("compile", "target_draft", "--sizes", str(file), cwd=root)
+    assert done.returncode == 0 and "target_draft-lanes" in done.stdout, done.stderr
+    file.write_text(json.dumps({**sizes, "target": {**KV, "dtype": "bf16"}}))
+    done = codegen("compile", "target_draft", "--sizes", str(file), cwd=root)
+    assert done.returncode == 1 and "dtype: expected a dtype such as bfloat16, got 'bf16'" in done.stderr
+
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(generated.GROUPS)))
+def test_kernels_of_groups_compile(turn: int, name: str) -> None:
+    """Each group for one architecture here, with all pools and with those that cannot be off alone."""
+    assert not isinstance(toolchain.find_nvrtc(), toolchain.Missing), (
+        "NVRTC is missing: pip install '.[test]'"
+    )
+    kind, arch = generated.group_class(name), ARCHS[turn % len(ARCHS)]
+    every = group_cases.programs(kind, group_cases.group_sample(kind, group_cases.NAMES[turn % 2]).given)
+    anchor = {kind.spec.anchor: every.members[kind.spec.anchor]}
+    for members in (every.members, anchor):
+        made = replace(every, members=members)
+        with ThreadPoolExecutor(2) as threads:
+            cubins = threads.map(
+                lambda part, made=made: jit.cubin(made.unit(part, 16), arch, "nvrtc"), made.parts
+            )
+            assert all(binary[:4] == b"\x7fELF" for binary in cubins)
