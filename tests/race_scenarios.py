@@ -376,6 +376,17 @@ def layers_in_turn(choose: Choose) -> None:
     finish(made)
 
 
+def timed_from_its_start(choose: Choose) -> None:
+    """The time that a ticket tells begins when what it waited for is done."""
+    made = world(CONFIGS[0], choose)
+    before = 40
+    for n in range(before):
+        made.driver.compute(made.driver.caller, f"earlier work {n}", lambda: None)
+    ids = torch.tensor([0]), torch.tensor([1])
+    ticket = made.pool.write_back(*ids, "page", path="zero_copy", timed=True)
+    assert 1 <= ticket.seconds() < before
+
+
 def layers_on_the_cpu(choose: Choose) -> None:
     """F066: the CPU is told of a layer when it is there."""
     made = world(MHA, choose)
@@ -737,7 +748,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(late_layer_wait, bound_at_once),
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
-    *(layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
     *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_layers, group_and_pool, group_dropped),
 )
