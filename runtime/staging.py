@@ -50,7 +50,7 @@ class _Stage:
         for them. They come in the order of their host pages, so that runs merge."""
         host, device, on_device = batch.host, batch.device, batch.on_device
         count = len(host)
-        size = max(1, min(self.ring.slot_pages, -(-count // wanted)))
+        size = chunk_pages(count, wanted, self.ring.slot_pages)
         if on_device is None and (ordered := sorted(host)) != host:
             places = sorted(range(count), key=host.__getitem__)
             host, device = ordered, [device[place] for place in places]
@@ -176,6 +176,11 @@ class Staging:
                     chunk.parts.append((move.member, place, part[1], None))
                     stage.copies(chunk, part[0], place.address)
             yield chunk
+
+
+def chunk_pages(pages: int, chunks: int, slot_pages: int) -> int:
+    """Pages of each chunk when so many are cut into about so many chunks that fit a slot."""
+    return max(1, min(slot_pages, -(-pages // chunks)))
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
