@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from poolwright.runtime import jit
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 MB = 1_000_000
 
@@ -242,3 +244,8 @@ def test_the_peer_moves_the_bytes_that_we_move(kind: str, monkeypatch: pytest.Mo
     assert peers[0].write_backs == (("mamba",) if kind == "states" else ("staged",))
     assert peers[0].loads == (("mamba",) if kind == "states" else ("register", "tma"))
     rig.close()
+
+
+def test_the_clocks_of_a_first_layer_compile() -> None:
+    cubin = jit.cubin(jit.Unit("first_layer", FOLDER / "first_layer.cu", ()), "sm_90")
+    assert all(name in cubin for name in (b"stamp", b"watch", b"spin"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise package.PackageError("tune measures a CUDA device, and torch sees none: see `doctor`")
     device = torch.device("cuda", torch.cuda.current_device())
     # Not the default stream: batch copies are not taken there.
-    stream: Any = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    make: Callable[[], Any] = torch.cuda.Stream
+    with torch.cuda.stream(make()):
         costs = measure(device, CudaClock(), PLANS, args.repeats)
     if args.json:
         print(json.dumps({way: asdict(costs.of(way)) for way in DIRECTIONS}, indent=2))

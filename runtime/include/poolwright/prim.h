@@ -61,7 +61,10 @@ template <> struct vector_of<16> { typedef u128 type; };
 template <i64 bytes> using Vector = typename vector_of<bytes>::type;
 
 // Loads a thread has in flight before it stores: a read over the link takes about a microsecond.
-static constexpr u32 in_flight = 8;
+#ifndef PW_IN_FLIGHT
+#define PW_IN_FLIGHT 8
+#endif
+static constexpr u32 in_flight = PW_IN_FLIGHT;
 
 // One run that is contiguous on both sides.
 struct Run {
