@@ -1,11 +1,11 @@
 """Where the time of a first layer goes: the start, the slowest warp, or the stream that waits for a value.
 
 In: a CUDA device. Out: a line for each load in layer order, in microseconds after the moment from which it
-could begin. `arrivals`: when the first, the middle and the last warp have counted the first layer, as a kernel
-sees it that watches the counter; `value`: when a stream goes on that waits for the value; `spin`: when a kernel
-does that spins on the counter; `event`: when a stream goes on that waits for the event of a load of the first
-layer alone, which the others follow. `share` is the load's own time divided by its layers. Blocks, and vectors
-that a thread has in flight, are varied.
+could begin. `arrivals`: when the first, the middle and the last warp have counted the first layer, as seen by
+a kernel that watches the counter; `value`: when a stream goes on that waits for the value; `spin`: when a
+kernel does that spins on the counter; `event`: when a stream goes on that waits for the event of a load of
+the first layer alone, which the others follow. `share` is the load's own time divided by its layers. Blocks, and
+vectors that a thread has in flight, are varied.
 
 Run ``python benchmarks/first_layer.py``; ``--help`` lists the options.
 """
