@@ -62,11 +62,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Staging memory of one pool: equal slots, used in turn, of so many pages each."""
+    """Staging memory of one pool: equal slots, used in turn, of so many pages each.
+
+    `shared`: both directions use the same slots, else each has its own half of them.
+    """
 
     memory: Memory
     slot_pages: int
     slot_bytes: int
+    shared: bool
 
     def slot(self, number: int) -> Place:
         return Place(self.memory.address + number * self.slot_bytes, self.slot_pages)

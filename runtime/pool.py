@@ -31,7 +31,7 @@ from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
 from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
-from poolwright.runtime.staging import SLOTS
+from poolwright.runtime.staging import slots_of
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers, together
 
@@ -94,8 +94,7 @@ class HostPool:
     """
 
     spec: ClassVar[PoolSpec]
-    STAGING_BYTES: ClassVar[int] = 64 << 20
-    STAGING_SLOTS: ClassVar[int] = SLOTS
+    STAGING_BYTES: ClassVar[int] = 128 << 20
 
     can_use_write_back_jit: bool
     staging: Memory | None
@@ -226,7 +225,8 @@ class HostPool:
         pages = _capacity(cls.spec, program, capacity_pages, capacity_bytes)
         host = program.host(pages)
         slot = _slot_pages(program, pages, _staging_bound(cls.spec, staging_bytes, capture_bytes))
-        staging = 0 if host.page_bytes == 0 else SLOTS * indices_align(program.host(slot).nbytes)
+        slots = slots_of(cls.spec.updates == "in_place")
+        staging = 0 if host.page_bytes == 0 else slots * indices_align(program.host(slot).nbytes)
         return RequiredBytes(pages, host.nbytes, staging, host.page_bytes, program)
 
     def host_layout(self, pages: int) -> HostLayout:
@@ -487,7 +487,9 @@ class HostPool:
         return _slot_pages(self.program, self.page_num, self.staging_bytes)
 
     def _allocate_staging(self, slot_bytes: int) -> Memory:
-        return self._backend.driver.allocate(SLOTS * indices_align(slot_bytes))
+        return self._backend.driver.allocate(
+            slots_of(self.spec.updates == "in_place") * indices_align(slot_bytes)
+        )
 
     def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
         """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None
@@ -500,7 +502,7 @@ class HostPool:
         if self.staging is None:
             return None
         slot = indices_align(self.host_layout(self.staging_pages).nbytes)
-        return Ring(self.staging, self.staging_pages, slot)
+        return Ring(self.staging, self.staging_pages, slot, self.spec.updates == "in_place")
 
     def _alive(self) -> None:
         if self._shared.ended:
@@ -598,7 +600,7 @@ def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None
 def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int) -> int:
     """Pages of one slot: all slots together stay within the bound, but one page always fits."""
     page = max(program.host(1).nbytes, 1)
-    return max(1, min(pages, staging_bytes // SLOTS // page))
+    return max(1, min(pages, staging_bytes // slots_of(program.spec.updates == "in_place") // page))
 
 
 def _layers_of(program: SizedProgram, lists: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

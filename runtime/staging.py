@@ -19,6 +19,13 @@ from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Ring
 
 SLOTS = 2
+"""Slots that a direction uses in turn: one is filled while the other is emptied."""
+
+
+def slots_of(in_place: bool) -> int:
+    """Slots of a pool: two for each direction, so that one does not wait for the other. Where rows change,
+    both share two: all of the memory is to hold what waits to be captured."""
+    return SLOTS if in_place else 2 * SLOTS
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class _Stage:
     def __init__(self, member: Member, ring: Ring) -> None:
         self.member, self.ring = member, ring
         self.page_bytes = max(member.layout.page_bytes, 1)
-        self.slots = [ring.slot(number) for number in range(SLOTS)]
+        self.slots = [ring.slot(number) for number in range(SLOTS if ring.shared else 2 * SLOTS)]
         inside = member.program.host(ring.slot_pages)
         self.spans = tuple(
             _Span(member.place.address + here, there, outer.nbytes)
@@ -97,14 +104,16 @@ class Staging:
     def __init__(self, driver: Driver, costs: Costs) -> None:
         self._driver, self._costs = driver, costs
         self._stages: dict[int, _Stage] = {}
-        self._free: list[Event | None] = [None] * SLOTS  # after which a slot may be used again
-        self._turn = 0
+        self._free: list[Event | None] = [None] * 2 * SLOTS  # after which a slot may be used again
+        self._turns = {"write_back": 0, "load": SLOTS}
+        self._shared = False
         self.delayed = 0
 
     def add(self, number: int, member: Member) -> None:
         """Take in a member that has staging memory."""
         assert member.ring is not None
         self._stages[number] = _Stage(member, member.ring)
+        self._shared = self._shared or member.ring.shared  # slots of all pools are used in step
 
     def clear(self, stream: Stream) -> None:
         """Fill all slots with zeros: padding between components is never written, and what lay there before
@@ -150,9 +159,15 @@ class Staging:
             launcher.launch("load", "scatter", chunk.parts, stream, keep)
             self._free[slot] = driver.record(stream)
 
+    def _next_slot(self, direction: str) -> int:
+        way = "write_back" if self._shared else direction
+        slot = self._turns[way]
+        self._turns[way] = slot + 1 if (slot + 1) % SLOTS else slot + 1 - SLOTS
+        return slot
+
     def hold(self, event: Event) -> None:
         """Use no slot before `event`, which is behind everything submitted so far."""
-        self._free[:] = [event] * SLOTS
+        self._free[:] = [event] * 2 * SLOTS
 
     def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[_Chunk]:
         """What goes through each slot in turn: the next part of every move that has one left.
@@ -168,7 +183,7 @@ class Staging:
             for stage, move in pairs
         ]
         for turn in zip_longest(*lists):
-            slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+            slot = self._next_slot(direction)
             chunk = _Chunk(slot)
             for stage, move, part in zip(stages, moves, turn, strict=True):
                 if part is not None:

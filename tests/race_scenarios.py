@@ -672,6 +672,31 @@ def failed_half_way(choose: Choose) -> None:
                 finish(made, ticket)
 
 
+def failed_half_way_in_shared_slots(choose: Choose) -> None:
+    """The same for states, where both directions use the same slots of staging memory."""
+    for stores in (True, False):
+        for call in SUBMITTING:
+            for skip in range(6):
+                made = world(KDA, choose)
+                store(made, [0, 1, 2, 3], [1, 2, 3, 4], "staged").wait()
+                made.driver.fail(call, skip)
+                move = made.pool.write_back if stores else made.pool.load
+                device = torch.tensor([2, 3, 4] if stores else [5, 6, 7])
+                try:
+                    move(torch.tensor([0, 1, 2]), device, "page", path="staged")
+                    break
+                except TransferError:
+                    made.driver.heal()
+                elsewhere = made.driver.new_stream("elsewhere")
+                if stores:
+                    load(made, [3], [1], "staged", readers=elsewhere)
+                else:
+                    store(made, [4], [1], "staged", producer=elsewhere)
+                produce(made, 2, 3, 4)
+                store(made, [0, 1, 2], [2, 3, 4], "staged")
+                finish(made, load(made, [0, 1, 2], [5, 6, 7], "staged"))
+
+
 def device_lost(choose: Choose) -> None:
     """When the device answers nothing any more, what was submitted keeps what it may still touch."""
     for stores, path, how in MOVES:
@@ -753,5 +778,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(group_captured, group_layers, group_and_pool, group_dropped),
 )
 
-FAILURES: tuple[Scenario, ...] = (device_lost, failed_on_the_device, failed_half_way)
+FAILURES: tuple[Scenario, ...] = (
+    *(device_lost, failed_on_the_device, failed_half_way, failed_half_way_in_shared_slots),
+)
 """Scenarios that fail at every call in turn: a hundred lives each."""
