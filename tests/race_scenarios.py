@@ -688,10 +688,11 @@ def failed_half_way_in_shared_slots(choose: Choose) -> None:
                 except TransferError:
                     made.driver.heal()
                 elsewhere = made.driver.new_stream("elsewhere")
-                if stores:
-                    load(made, [3], [1], "staged", readers=elsewhere)
-                else:
-                    store(made, [4], [1], "staged", producer=elsewhere)
+                for _ in range(2):  # each slot once
+                    if stores:
+                        load(made, [3], [1], "staged", readers=elsewhere)
+                    else:
+                        store(made, [4], [1], "staged", producer=elsewhere)
                 produce(made, 2, 3, 4)
                 store(made, [0, 1, 2], [2, 3, 4], "staged")
                 finish(made, load(made, [0, 1, 2], [5, 6, 7], "staged"))
