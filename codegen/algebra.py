@@ -57,12 +57,16 @@ class Placed:
 
 @dataclass(frozen=True)
 class Block:
-    """Parts side by side. `size`: bytes right of `component`; `total`: bytes of everything."""
+    """Parts side by side. `size`: bytes right of `component`; `total`: bytes of everything.
+
+    `steps`: (ident, axis or ``base``, bytes) of all parts, each made of those before it.
+    """
 
     placed: tuple[Placed, ...]
     left: tuple[str, ...]
     size: Expr
     total: Expr
+    steps: tuple[tuple[str, str, Expr], ...]
 
 
 def itemsize(component: Component) -> Expr:
@@ -78,6 +82,43 @@ def itemsize(component: Component) -> Expr:
 def present(component: Component) -> Expr:
     """1, or the symbol that is 0 when the component's `when` is false."""
     return ONE if component.when is None else symbol(f"present_{component.ident}")
+
+
+def alignment(pool: Pool, component: Component) -> Expr:
+    """Where the component may start: a symbol when it may have no bytes, as they leave no trace then."""
+    given = full_alignment(component)
+    alone = given == ONE or len(pool.components) == 1
+    return given if alone or not may_be_empty(pool, component) else symbol(f"align_{component.ident}")
+
+
+def full_alignment(component: Component) -> Expr:
+    """The alignment of a component that has bytes."""
+    return itemsize(component) if component.align is None else component.align
+
+
+def may_be_empty(pool: Pool, component: Component) -> bool:
+    """Whether some parameters leave the component without bytes in a row."""
+    if component.when is not None:
+        return True
+    known = bounds(pool)
+    zeros = [cond.left for cond in pool.require if cond.op == "==" and cond.right == ZERO]
+    even = frozenset(value for value in zeros if value is not None)
+    return any(expr.interval(dim.size, known, even)[0] < 1 for dim in component.dims)
+
+
+def bounds(pool: Pool) -> dict[str, expr.Interval]:
+    """What the pool's constructor lets the parameters be."""
+    known: dict[str, expr.Interval] = {"page_size": (1, None)}
+    for param in pool.params:
+        if param.equals is not None:
+            found = expr.interval(param.equals, known)
+        elif param.one_of:
+            found = min(param.one_of), max(param.one_of)
+        else:
+            found = param.min or 0, param.max
+        names = [param.name] if param.length is None else [f"{param.name}_{i}" for i in range(param.length)]
+        known |= dict.fromkeys(names, found)
+    return known
 
 
 def split_dims(pool: Pool, dims: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -100,7 +141,7 @@ def component_part(pool: Pool, component: Component) -> Part:
         name=component.name,
         ident=component.ident,
         itemsize=size,
-        align=component.align if component.align is not None else size,
+        align=alignment(pool, component),
         axes=axes,
         dims=tuple(dim.name for dim in dims),
         layers=component.layers,
@@ -134,18 +175,23 @@ def expand(pool: Pool, part: Part, order: Sequence[str]) -> tuple[str, ...]:
 
 def place(pool: Pool, parts: Sequence[Part], order: Sequence[str]) -> Block:
     """Lay the parts side by side in `order`. Raises OrderError when an axis left of `component` differs."""
+    if not parts:
+        return Block((), (), ZERO, ZERO, ())
     expanded = [expand(pool, part, order) for part in parts]
     left = _left(parts, expanded)
     placed: list[Placed] = []
+    steps: list[tuple[str, str, Expr]] = []
     end: Expr = ZERO
     for part, axes in zip(parts, expanded, strict=True):
         right = axes[axes.index("component") + 1 :] if "component" in axes else axes
         strides: dict[str, Expr] = {}
         size = part.itemsize
+        base = expr.align_up(end, part.align) if placed else ZERO
+        steps.append((part.ident, "base", base))
         for axis in reversed(right):
             strides[axis] = size
+            steps.append((part.ident, axis, size))
             size = size * part.axes[axis]
-        base = expr.align_up(end, _alignment(part)) if placed else ZERO
         end = base + size * part.present
         placed.append(Placed(part, base, left + right, tuple(strides[a] for a in right), len(right)))
     block = _round_to_largest(end, parts) if len(parts) > 1 else end
@@ -153,12 +199,14 @@ def place(pool: Pool, parts: Sequence[Part], order: Sequence[str]) -> Block:
     outer: list[Expr] = []
     for axis in reversed(left):
         outer.insert(0, total)
+        steps += [(part.ident, axis, total) for part in parts]
         total = total * parts[0].axes[axis]
     return Block(
         placed=tuple(Placed(p.part, p.base, p.axes, tuple(outer) + p.strides, p.inner) for p in placed),
         left=left,
         size=block,
         total=total,
+        steps=tuple(steps),
     )
 
 
@@ -177,21 +225,15 @@ def _left(parts: Sequence[Part], expanded: Sequence[tuple[str, ...]]) -> tuple[s
 
 
 def _extent(part: Part, axis: str) -> str:
-    return expr.to_python(part.sizes[axis]) if axis in part.axes else "no such axis"
+    return expr.to_text(part.sizes[axis]) if axis in part.axes else "no such axis"
 
 
 def _round_to_largest(end: Expr, parts: Sequence[Part]) -> Expr:
     """A ragged block ends at its largest alignment. Nothing to round when all blocks are one kind."""
-    largest = _alignment(parts[0])
-    for part in parts[1:]:
-        if _alignment(part) != largest:
-            largest = expr.binary("max", largest, _alignment(part))
+    largest: Expr = ONE
+    for align in dict.fromkeys(part.align for part in parts):
+        largest = align if largest == ONE else largest if align == ONE else expr.binary("max", largest, align)
     return expr.align_up(end, largest)
-
-
-def _alignment(part: Part) -> Expr:
-    """The alignment of a part; 1 when it is absent, so that it leaves no trace in the bytes."""
-    return part.align if part.present == ONE else ONE + (part.align - 1) * part.present
 
 
 def common_suffix(host: Placed, device: Sequence[str], stop: frozenset[str]) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def check_params(checks: Checks, params: Mapping[str, Any], at: Path = ("params"
 def _check_param(checks: Checks, param: Any, at: Path) -> None:
     bounds = [
         key
-        for key in ("min", "max", "one_of", "list")
+        for key in ("min", "max", "one_of", "list", "default")
         if getattr(param, "list_" if key == "list" else key) is not None
     ]
     if param.equals is not None and bounds:
@@ -70,11 +70,26 @@ def _check_param(checks: Checks, param: Any, at: Path) -> None:
         checks.fail((*at, "max"), f"max {param.max} is smaller than min {param.min}")
     if param.list_ is not None and not 1 <= param.list_ <= 64:
         checks.fail((*at, "list"), f"a list parameter has 1 to 64 elements, got {param.list_}")
+    _check_default(checks, param, at)
     if param.one_of is not None:
         check_list(checks, param.one_of, (*at, "one_of"))
         for index, value in enumerate(param.one_of):
             if value < 0:
                 checks.fail((*at, "one_of", index), f"sizes are not negative, got {value}")
+
+
+def _check_default(checks: Checks, param: Any, at: Path) -> None:
+    if param.default is None:
+        return
+    least = 0 if param.min is None else param.min
+    if param.one_of is not None and param.default not in param.one_of:
+        checks.fail(
+            (*at, "default"), f"expected one of {', '.join(map(str, param.one_of))}, got {param.default}"
+        )
+    if param.one_of is None and param.default < least:
+        checks.fail((*at, "default"), f"expected at least {least}, got {param.default}")
+    if param.max is not None and param.default > param.max:
+        checks.fail((*at, "default"), f"expected at most {param.max}, got {param.default}")
 
 
 def check_list(checks: Checks, values: list[Any], at: Path) -> None:

@@ -14,6 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 MAX_TEXT = 300
 MAX_LITERAL = 1 << 40
@@ -79,6 +80,13 @@ class Op(Expr):
     op: str
     left: Expr
     right: Expr
+
+    def __post_init__(self) -> None:
+        # Kept, because long sizes are looked up by value again and again while a program is printed.
+        object.__setattr__(self, "_hash", hash((self.op, self.left, self.right)))
+
+    def __hash__(self) -> int:
+        return cast(int, self._hash)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,49 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     return expr
 
 
+def abbreviate(expr: Expr, names: Mapping[Expr, Expr]) -> Expr:
+    """The expression with every part that has a name replaced by it, the largest parts first."""
+    if expr in names:
+        return names[expr]
+    if isinstance(expr, Op):
+        return Op(expr.op, abbreviate(expr.left, names), abbreviate(expr.right, names))
+    return expr
+
+
+Interval = tuple[int, int | None]
+"""The least and the largest value of something; None: there is no largest."""
+
+
+def interval(expr: Expr, known: Mapping[str, Interval], even: frozenset[Expr] = frozenset()) -> Interval:
+    """Bounds of a size whose symbols have these bounds, as far as they can be told; none is below 0.
+
+    `even`: remainders that are known to be 0.
+    """
+    if isinstance(expr, Int):
+        return expr.value, expr.value
+    if isinstance(expr, Sym):
+        return known.get(expr.name, (0, None))
+    assert isinstance(expr, Op)
+    low, high = interval(expr.left, known, even)
+    less, more = interval(expr.right, known, even)
+    if expr.op in ("+", "*"):
+        work = _INFIX[expr.op]
+        return work(low, less), None if high is None or more is None else work(high, more)
+    if expr.op == "-":
+        return 0 if more is None else max(0, low - more), None if high is None else max(0, high - less)
+    if expr.op in ("min", "max"):
+        tops = [top for top in (high, more) if top is not None]
+        if expr.op == "min":
+            return min(low, less), min(tops, default=None)
+        return max(low, less), max(tops) if len(tops) == 2 else None
+    if expr.op == "//":
+        divides = Op("%", expr.left, expr.right) in even
+        return max(low // more if more else 0, min(low, int(divides))), high
+    if expr.op == "ceil_div":
+        return -(-low // more) if more else min(low, 1), high
+    return 0, None
+
+
 def substitute_cond(cond: Cond, values: Mapping[str, Expr]) -> Cond:
     return Cond(
         cond.op,
@@ -253,6 +304,19 @@ def to_python(expr: Expr, *, name: Callable[[str], str] = str) -> str:
 def to_cpp(expr: Expr, *, name: Callable[[str], str] = str) -> str:
     """C++ source over ``i64`` values; needs ``poolwright/prim.h``."""
     return _print(expr, name, _cpp_call, None, None)
+
+
+def to_text(expr: Expr) -> str:
+    """The expression as a spec writes it."""
+    return _print(expr, str, lambda op, left, right: f"{op}({left}, {right})", "//", "%")
+
+
+def cond_to_text(cond: Cond) -> str:
+    """The condition as a spec writes it."""
+    if cond.op == "and":
+        return " and ".join(cond_to_text(part) for part in cond.parts)
+    assert cond.left is not None and cond.right is not None
+    return f"{to_text(cond.left)} {cond.op} {to_text(cond.right)}"
 
 
 def cond_to_python(cond: Cond, *, name: Callable[[str], str] = str) -> str:

@@ -20,7 +20,10 @@ RESERVED_AXES = ("component", "record", "page", "token", "layer", "element", "in
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of the pool's constructor. `length`: a list of so many integers."""
+    """A parameter of the pool's constructor. `length`: a list of so many integers.
+
+    `default`: the value when it is not given; a list that is given short is filled up with it.
+    """
 
     name: str
     min: int | None = None
@@ -28,6 +31,7 @@ class Param:
     one_of: tuple[int, ...] = ()
     equals: Expr | None = None
     length: int | None = None
+    default: int | None = None
 
 
 @dataclass(frozen=True)
@@ -205,14 +209,17 @@ class Stride:
 class Side:
     """One placed component on one side: its axes in order (outermost first), where it starts, its strides.
 
-    `table`: axes that index a table of tensors (the device side only). `base`: bytes in front of the
-    component inside its block.
+    `base`: bytes in front of the component inside its block. The device side only: `table`: axes that index
+    a table of tensors; `inner`: how many of the last axes lie in the component's block of a tensor that all
+    share; `block`: bytes of all their blocks, None when the tensor has the step from one to the next.
     """
 
     axes: tuple[Axis, ...]
     base: Expr
     strides: tuple[Stride, ...]
     table: tuple[Axis, ...] = ()
+    inner: int | None = None
+    block: Expr | None = None
 
     def __post_init__(self) -> None:
         if tuple(a.name for a in self.axes) != tuple(s.axis for s in self.strides):
@@ -265,7 +272,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Program:
-    """One (variant, form, layout) of a pool, with every address decided."""
+    """One (variant, form, layout) of a pool, with every address decided.
+
+    `steps`: names and values of all host bases and strides, each made of those before it.
+    """
 
     ident: str
     variant: tuple[tuple[str, str], ...]
@@ -275,6 +285,7 @@ class Program:
     host_bytes: Expr
     page_bytes: Expr
     ranges: tuple[Range, ...]
+    steps: tuple[tuple[str, Expr], ...] = ()
     page_walk: bool = True
     token_walk: bool = True
 

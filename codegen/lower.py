@@ -171,12 +171,17 @@ def _record_part(pool: Pool, record: Record) -> Part:
 
 
 def extents(pool: Pool) -> tuple[tuple[str, Expr], ...]:
-    """Named constants of the pool: element extents and padded rows, in the order of the spec."""
-    result = [
-        (f"extent_{c.ident}_{dim.name}", dim.size)
-        for c in pool.components
-        for dim in algebra.split_dims(pool, c.dims)
-    ]
+    """Named constants of the pool: element extents, alignments of what may be empty, padded rows."""
+    result: list[tuple[str, Expr]] = []
+    for component in pool.components:
+        dims = algebra.split_dims(pool, component.dims)
+        named = [(f"extent_{component.ident}_{dim.name}", dim.size) for dim in dims]
+        result += named
+        align = algebra.alignment(pool, component)
+        if align != algebra.full_alignment(component):
+            whole = expr.product([expr.symbol(name) for name, _ in named])
+            there = expr.binary("min", whole, ONE) * algebra.present(component)
+            result.append((f"align_{component.ident}", ONE + (algebra.full_alignment(component) - 1) * there))
     for record in pool.records:
         size = expr.align_up(record_block(pool, record).total, record.pad_to)
         result.append((f"extent_{record.ident}_row", size))
@@ -207,6 +212,7 @@ def _program(
         host_bytes=host.total,
         page_bytes=_page_bytes(host),
         ranges=_ranges(host),
+        steps=tuple((f"host_{ident}_{axis}", value) for ident, axis, value in host.steps),
         token_walk=pool.has_tokens and all(item.token for item in items),
     )
 
@@ -214,23 +220,41 @@ def _program(
 def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[tuple[Side, tuple[str, ...]], ...]:
     """The device side of every part and its axes right of `component`, in the order of `parts`."""
     together = not {"component", "record"} & set(form.tensors)
+    if together and "layer" in form.tensors:
+        _check_one_list(pool, form, parts)
     order = tuple(axis for axis in form.order if axis not in form.tensors)
     inside = tuple(_without(part, form.tensors) for part in parts)
+    block: Expr | None = None
     try:
         if together:
-            placed = algebra.place(pool, inside, order).placed
+            whole = algebra.place(pool, inside, order)
+            placed, block = whole.placed, whole.size
         else:
             placed = tuple(algebra.place(pool, (part,), order).placed[0] for part in inside)
     except OrderError as error:
         raise LowerError(pool, f"device.{form.name}.order", f"form {form.name}: {error}") from None
     _check_any(pool, form, placed)
     sides = tuple(
-        (_device(form, part, p), p.axes[len(p.axes) - p.inner :])
+        (_device(form, part, p, block), p.axes[len(p.axes) - p.inner :])
         for part, p in zip(parts, placed, strict=True)
     )
     if together and len(parts) > 1 and _component_left_of_page(form):
         _check_equal_blocks(pool, form, parts)
     return sides
+
+
+def _check_one_list(pool: Pool, form: Form, parts: tuple[Part, ...]) -> None:
+    """Tensors that every layer has one of hold components of the same layers."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.layers != first.layers:
+            raise LowerError(
+                pool,
+                f"device.{form.name}.tensors",
+                f"form {form.name}: one tensor a layer holds {first.name} and {part.name}, so both must have "
+                f"the same layers, not {first.layers or 'none'} and {part.layers or 'none'}; "
+                f"index tensors by component",
+            )
 
 
 def _without(part: Part, tensors: tuple[str, ...]) -> Part:
@@ -271,10 +295,12 @@ def _check_equal_blocks(pool: Pool, form: Form, parts: tuple[Part, ...]) -> None
             )
 
 
-def _device(form: Form, part: Part, placed: Placed) -> Side:
+def _device(form: Form, part: Part, placed: Placed, block: Expr | None) -> Side:
     """Axes at or left of an axis whose stride is not known before bind get no constant stride.
 
-    The table of tensors holds where the component itself starts, so its base is zero.
+    `block`: bytes of the components side by side in a tensor that they share. The table of tensors holds
+    where the component itself starts: `base` is added at bind, or the step that the tensor has when
+    `component` stands left of `page`.
     """
     axes = placed.axes
     page = axes.index("page")
@@ -284,7 +310,10 @@ def _device(form: Form, part: Part, placed: Placed) -> Side:
     table = tuple(
         Axis(axis, part.axes[axis]) for axis in form.tensors if axis == "layer" and axis in part.axes
     )
-    return Side(algebra.axes_of(part, axes), expr.ZERO, strides, table)
+    inner = None if block is None else placed.inner
+    if block is not None and page >= len(axes) - placed.inner:
+        return Side(algebra.axes_of(part, axes), expr.ZERO, strides, table, inner)
+    return Side(algebra.axes_of(part, axes), placed.base, strides, table, inner, block)
 
 
 def _item(pool: Pool, host: Placed, device: Side, inside: tuple[str, ...]) -> Item:
@@ -320,7 +349,7 @@ def _walk(name: str, outer: tuple[str, ...], host: Placed, device: Side, inside:
     unknown = {s.axis for s in device.strides if s.value is None}
     atom = algebra.common_suffix(host, inside, frozenset(outer) | unknown)
     loops = tuple(axis for axis in host.axes if axis not in outer and axis not in atom)
-    size = expr.product([part.itemsize, *(part.axes[axis] for axis in atom)])
+    size = expr.product([part.itemsize, *(part.axes[axis] for axis in reversed(atom))])
     stepped = [axis for axis in host.axes if axis not in atom]
     steps = [host.strides[host.axes.index(axis)] for axis in stepped] + [host.base]
     on_device = {stride.axis: stride.value for stride in device.strides}
@@ -344,6 +373,8 @@ def _walk(name: str, outer: tuple[str, ...], host: Placed, device: Side, inside:
 
 def _page_bytes(host: Block) -> Expr:
     """Bytes that one page takes: everything that is multiplied by `pages`."""
+    if not host.placed:
+        return expr.ZERO
     if "page" in host.left:
         inside = host.left[host.left.index("page") + 1 :]
         axes = host.placed[0].part.axes
@@ -351,8 +382,10 @@ def _page_bytes(host: Block) -> Expr:
     result: Expr = integer(0)
     for placed in host.placed:
         part = placed.part
-        sizes = [size for axis, size in part.axes.items() if axis != "page" and axis not in host.left]
-        result = result + expr.product([part.itemsize, part.present, *sizes])
+        sizes = [
+            part.axes[axis] for axis in reversed(placed.axes) if axis != "page" and axis not in host.left
+        ]
+        result = result + expr.product([part.itemsize, *sizes, part.present])
     return result * _outside(host)
 
 
@@ -389,7 +422,7 @@ def _check_names(pool: Pool) -> None:
     for name, _ in extents(specialise(pool, choices(pool)[0])):
         taken.add(name)
     taken |= {f"itemsize_{name}" for name, _ in pool.dtypes}
-    taken |= {f"present_{c.ident}" for c in pool.components}
+    taken |= {f"{kind}_{c.ident}" for kind in ("present", "align") for c in pool.components}
     for param in pool.params:
         if param.name in taken or param.name.startswith(("host_", "device_", "atom_", "runs_", "grain_")):
             raise LowerError(

@@ -50,7 +50,7 @@ ARGUMENTS = frozenset(
 
 PREFIXES = (
     *("host_", "device_", "atom_", "atoms_", "runs_", "run_", "grain_", "extent_", "itemsize_"),
-    *("present_", "table_", "vector_", "stride_", "move_", "copy_", "lanes_", "staging_"),
+    *("align_", "present_", "table_", "vector_", "stride_", "move_", "copy_", "lanes_", "staging_"),
 )
 """Beginnings of the constants that generated code defines beside the parameters."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,13 @@ def render(lowered: Sequence[Lowered], groups: Sequence[Group] = ()) -> dict[str
     files: dict[str, str] = {}
     for one in lowered:
         files |= render_pool(one)
-    pools = sorted((one.pool.name, one.pool.class_name) for one in lowered)
+    pools = sorted(((one.pool.name, one.pool.class_name) for one in lowered), key=_naturally)
     header = HEADER.format(source="specs")
     by_name = {one.pool.name: one for one in lowered}
     for group in groups:
         files |= render_group_files(group, by_name)
-    named = sorted((group.name, render_group.class_name(group)) for group in groups)
-    classes = sorted(class_name for _, class_name in (*pools, *named))
+    named = sorted(((group.name, render_group.class_name(group)) for group in groups), key=_naturally)
+    classes = sorted((class_name for _, class_name in (*pools, *named)), key=_naturally)
     files["__init__.py"] = _render(
         "registry.py.jinja", header=header, pools=pools, groups=named, classes=classes
     )
@@ -69,12 +70,18 @@ def render(lowered: Sequence[Lowered], groups: Sequence[Group] = ()) -> dict[str
     return files
 
 
+def _naturally(words: str | tuple[str, ...]) -> list[object]:
+    """A key that puts v4 before v32, as import sorters do."""
+    text = words if isinstance(words, str) else words[0]
+    return [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", text)]
+
+
 def render_pool(lowered: Lowered) -> dict[str, str]:
     """The files of one pool."""
     folder = f"pools/{lowered.pool.name}"
     header = HEADER.format(source=lowered.pool.source)
     name = lowered.pool.class_name
-    return {
+    python = {
         f"{folder}/__init__.py": _render(
             "package.py.jinja",
             header=header,
@@ -83,6 +90,10 @@ def render_pool(lowered: Lowered) -> dict[str, str]:
             doc=f"Pool {lowered.pool.name}: {lowered.pool.summary}",
         ),
         f"{folder}/pool.py": _render("pool.py.jinja", header=header, **render_python.pool_view(lowered)),
+    }
+    if not lowered.pool.components:
+        return python  # no bytes, nothing to compile
+    return python | {
         f"{folder}/layout.h": _render("layout.h.jinja", header=header, **render_cpp.layout_view(lowered)),
         f"{folder}/kernels.cu": _render(
             "kernels.cu.jinja", header=header, **render_cpp.kernels_view(lowered)

@@ -6,7 +6,7 @@ them. All addresses are ``i64`` bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from poolwright.codegen import expr, lower
@@ -51,7 +51,7 @@ def param_names(name: str, length: int | None) -> list[str]:
 
 def layer_lists(lowered: Lowered) -> list[str]:
     """Layer lists that the constructor takes: those of components; `layers` also when only an expression
-    counts it, and when there is no other."""
+    counts it, and when no component has another."""
     pool = lowered.pool
     named = {c.layers for c in pool.components if c.layers is not None}
     sizes: list[Expr] = []
@@ -63,7 +63,7 @@ def layer_lists(lowered: Lowered) -> list[str]:
     conditions = [*pool.require, *(c.when for c in pool.components if c.when is not None)]
     counted = {name for value in sizes for name in expr.symbols(value)}
     counted |= {name for condition in conditions for name in expr.symbols(condition)}
-    if not named or "layers" in counted:
+    if (pool.components and not named) or "layers" in counted:
         named.add("layers")
     return sorted(named, key=lambda name: (name != "layers", name))
 
@@ -121,14 +121,30 @@ def _family(lowered: Lowered, choice: tuple[tuple[str, str], ...]) -> dict[str, 
 
 
 def _program(program: Program) -> dict[str, Any]:
+    names: dict[Expr, Expr] = {}
+    host = [_named(names, name, value) for name, value in program.steps]
     return {
         "name": local_name(program),
         "title": f"form {program.form.name}, layout {program.layout.name}",
         "dynamic": dynamic(program),
-        "host_bytes": cpp(program.host_bytes),
-        "page_bytes": cpp(program.page_bytes),
-        "parts": [_item(program, item) for item in program.items],
+        "host": host,
+        "host_bytes": _short(names, program.host_bytes),
+        "page_bytes": _short(names, program.page_bytes),
+        "parts": [_item(program, item, dict(names)) for item in program.items],
     }
+
+
+def _named(names: dict[Expr, Expr], name: str, value: Expr) -> dict[str, str]:
+    """A constant, or a function of the host's pages, made of those before it; later ones may use its name."""
+    over_pages = "pages" in expr.symbols(value)
+    text = _short(names, value)
+    if isinstance(value, expr.Op):
+        names.setdefault(value, expr.symbol(f"{name}(pages)" if over_pages else name))
+    return {"name": name, "value": text, "pages": "(i64 pages)" if over_pages else ""}
+
+
+def _short(names: Mapping[Expr, Expr], value: Expr) -> str:
+    return cpp(expr.abbreviate(value, names))
 
 
 def dynamic(program: Program) -> list[str]:
@@ -141,28 +157,18 @@ def dynamic(program: Program) -> list[str]:
     ]
 
 
-def _item(program: Program, item: Item) -> dict[str, Any]:
-    constants: list[dict[str, str]] = [
-        {"name": f"table_{item.ident}", "value": cpp(table_at(program, item)), "parameters": ""}
-    ]
-    for name, value in _host_steps(item):
-        over_pages = "pages" in expr.symbols(value)
-        constants.append(
-            {"name": name, "value": cpp(value), "parameters": "(i64 pages)" if over_pages else ""}
-        )
-    constants += [
-        {"name": f"device_{item.ident}_{s.axis}", "value": cpp(s.value), "parameters": ""}
-        for s in item.device.strides
-        if s.value is not None
-    ]
-    functions = [c for c in constants if c["parameters"]]
+def _item(program: Program, item: Item, names: dict[Expr, Expr]) -> dict[str, Any]:
+    inside: dict[Expr, Expr] = {}
+    strides = [(f"device_{item.ident}_{s.axis}", s.value) for s in reversed(item.device.strides)]
+    device = [_named(inside, name, value) for name, value in strides if value is not None]
+    names |= {value: name for value, name in inside.items() if value not in names}
     return {
         "name": item.name,
         "host_order": order_text((), item.host.axes),
         "device_order": order_text(item.device.table, item.device.axes),
-        "constants": [c for c in constants if not c["parameters"]],
-        "functions": functions,
-        "walks": [_walk(item, walk) for walk in item.walks],
+        "table": {"name": f"table_{item.ident}", "value": cpp(table_at(program, item))},
+        "device": device,
+        "walks": [_walk(item, walk, names) for walk in item.walks],
     }
 
 
@@ -188,7 +194,8 @@ def walk_name(prefix: str, item: Item, walk: Walk) -> str:
     return f"{prefix}_{item.ident}_{walk.name}"
 
 
-def _walk(item: Item, walk: Walk) -> dict[str, Any]:
+def _walk(item: Item, walk: Walk, names: Mapping[Expr, Expr]) -> dict[str, Any]:
+    known = {**names, walk.atom_bytes: expr.symbol(walk_name("atom", item, walk))}
     layer = ", u32 layer" if "layer" in walk.outer else ""
     run = ", u32 run" if walk.loops else ", u32"
     return {
@@ -198,7 +205,7 @@ def _walk(item: Item, walk: Walk) -> dict[str, Any]:
         "runs_name": walk_name("runs", item, walk),
         "runs": cpp(walk.runs),
         "vector_name": walk_name("vector", item, walk),
-        "grain": cpp(walk.grain),
+        "grain": _short(known, walk.grain),
         "run_name": walk_name("run", item, walk),
         "parameters": f"const View& view, u32 host_id, u32 device_id{layer}{run}",
         "lines": [

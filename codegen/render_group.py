@@ -166,21 +166,27 @@ def group_view(group: Group, pools: Mapping[str, Lowered]) -> dict[str, Any]:
 
 def _member(member: Member) -> dict[str, Any]:
     pool = member.lowered.pool
-    fields = []
-    for name, kind, needed in render_python.shape(member.lowered):
-        if name in dict(member.ref.params) or name == "page_size":
-            continue
-        if name == pool.layer_list and member.ref.layers is not None:
-            continue
-        fields.append(f"{name}: {kind}" if needed else f"{name}: NotRequired[{kind}]")
     takes = f" Takes the ids of {member.index}." if member.index else ""
     return {
         "name": member.name,
         "class_name": pool.class_name,
         "arguments": member.arguments,
         "doc": f"What {member.name}, a pool {pool.name}, is built with.{takes}",
-        "fields": fields,
+        "fields": _fields(member),
     }
+
+
+def _fields(member: Member) -> list[str]:
+    """The constructor's arguments of a pool that its group does not decide."""
+    pool = member.lowered.pool
+    fields = []
+    for name, kind, default in render_python.shape(member.lowered):
+        if name in dict(member.ref.params) or name == "page_size":
+            continue
+        if name == pool.layer_list and member.ref.layers is not None:
+            continue
+        fields.append(f"{name}: {kind}" if default is None else f"{name}: NotRequired[{kind}]")
+    return fields
 
 
 def _spec(group: Group, found: Sequence[Member]) -> list[str]:
@@ -224,9 +230,10 @@ def _shape(group: Group, found: Sequence[Member]) -> tuple[list[str], list[str]]
     by_token = [m for m in found if any(name == "page_size" for name, _, _ in render_python.shape(m.lowered))]
     parameters = [f"{p.name}: {_kind(p)}," for p in group.params]
     parameters += [f"{name}: Iterable[int]," for name in lists]
-    parameters += [f"{member.name}: {member.arguments}," for member in found if member.name == group.anchor]
+    needed = [m.name for m in found if m.name == group.anchor and any("NotReq" not in f for f in _fields(m))]
+    parameters += [f"{member.name}: {member.arguments}," for member in found if member.name in needed]
     parameters += [
-        f"{member.name}: {member.arguments} | None = None," for member in found if member.name != group.anchor
+        f"{member.name}: {member.arguments} | None = None," for member in found if member.name not in needed
     ]
     parameters += ["page_size: int,"] if by_token else []
     arguments = [

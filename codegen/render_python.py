@@ -11,12 +11,12 @@ from typing import Any
 
 from poolwright.codegen import expr, lower, render_cpp
 from poolwright.codegen.expr import Expr
-from poolwright.codegen.ir import Form, Item, Layout, Lowered, Pool, Program
+from poolwright.codegen.ir import Form, Item, Layout, Lowered, Param, Pool, Program, Variant
 from poolwright.codegen.render_cpp import name_of
 
 DESCRIPTION = (
     *("Component", "DevicePart", "Form", "HostLayout", "HostPart", "Layout", "PageRanges", "Param"),
-    *("PoolSpec", "Program", "Record", "Walk", "align_up", "gcd"),
+    *("PoolSpec", "Program", "Record", "Shared", "Walk", "align_up", "gcd"),
 )
 ALWAYS = ("DevicePart", "HostLayout", "PoolSpec", "Walk")
 """Names that every pool.py takes from the runtime; of DESCRIPTION it imports only those it uses."""
@@ -42,6 +42,7 @@ def pool_view(lowered: Lowered) -> dict[str, Any]:
         "staging": _staging(lowered),
     }
     text = str(view)
+    view["iterable"] = "Iterable[" in text
     view["imports"] = [name for name in DESCRIPTION if f"{name}(" in text or name in ALWAYS]
     return view
 
@@ -52,13 +53,49 @@ def _symbolic(lowered: Lowered) -> list[Program]:
     return [program for program in lowered.programs if program.variant == first]
 
 
-def _locals(values: Iterable[Expr], known: Iterable[str] = ()) -> list[str]:
-    """Assignments that bring the symbols of these expressions in from `sizes`."""
-    names = sorted({name for value in values for name in expr.symbols(value)} - set(known))
-    return [f'{name_of(name)} = sizes["{name_of(name)}"]' for name in names]
-
-
 # ---- formulas ---------------------------------------------------------------------------------
+
+
+class _Formulas:
+    """The lines of one function: sizes it takes, names it gives to sizes it uses often, what it returns.
+
+    `steps`: names that may be given, each made of sizes and of names before it.
+    """
+
+    def __init__(self, steps: Sequence[tuple[str, Expr]]) -> None:
+        self._names: dict[Expr, Expr] = {}
+        self._values: dict[str, Expr] = {}
+        for name, value in steps:
+            if isinstance(value, expr.Op) and value not in self._names:
+                self._values[name] = expr.abbreviate(value, self._names)
+                self._names[value] = expr.symbol(name)
+        self._used: set[str] = set()
+
+    def text(self, value: Expr) -> str:
+        """The value in names and sizes."""
+        short = expr.abbreviate(value, self._names)
+        self._use(short)
+        return py(short)
+
+    def _use(self, value: Expr) -> None:
+        for name in expr.symbols(value) - self._used:
+            self._used.add(name)
+            if name in self._values:
+                self._use(self._values[name])
+
+    def lines(self) -> list[str]:
+        """Assignments of the names that were used."""
+        return [f"{name} = {py(value)}" for name, value in self._values.items() if name in self._used]
+
+    def sizes(self) -> list[str]:
+        """The sizes that all of it is made of."""
+        return sorted(name_of(name) for name in self._used - set(self._values) - {"pages"})
+
+
+def _parameters(sizes: Sequence[str], *first: str) -> str:
+    """Parameters of a function of sizes; it is called with all sizes there are."""
+    star = ["*"] if sizes else []
+    return ", ".join([*first, *star, *(f"{name}: int" for name in sizes), "**_: int"])
 
 
 def family_function(choice: Sequence[tuple[str, str]]) -> str:
@@ -73,74 +110,82 @@ def _family(lowered: Lowered, choice: tuple[tuple[str, str], ...]) -> dict[str, 
     used = {s for _, v in values for s in expr.symbols(v)} | {
         s for _, c in conditions for s in expr.symbols(c)
     }
-    used |= {s for cond in filled.require for s in expr.symbols(cond)}
-    lines = [f'{name_of(n)} = sizes["{name_of(n)}"]' for n in sorted(used - named)]
-    lines += [f"{name} = int({expr.cond_to_python(c, name=name_of)})" for name, c in conditions]
-    lines += [f"{name} = {py(value)}" for name, value in values]
-    entries = [f'"{name}": {name},' for name, _ in (*values, *conditions)]
-    lines += ["return {", *(f"    {entry}" for entry in entries), "}"]
+    lines = [f"{name} = int({expr.cond_to_python(c, name=name_of)})" for name, c in conditions]
+    lines += [f"{name} = {py(value)}" for name, value in values if name in used]
+    entries = [
+        f'"{name}": {name if name in used else py(value)},'
+        for name, value in (*((n, expr.symbol(n)) for n, _ in conditions), *values)
+    ]
+    lines += ["return {", *(f"    {entry}" for entry in entries), "}"] if entries else ["return {}"]
     of = f" in variant {', '.join(value for _, value in choice)}" if choice else ""
-    return {"function": family_function(choice), "of": of, "lines": lines}
+    sizes = sorted(name_of(name) for name in used - named)
+    return {
+        "function": family_function(choice),
+        "of": of,
+        "parameters": _parameters(sizes),
+        "lines": lines,
+    }
 
 
 def _layout(lowered: Lowered, layout: Layout) -> dict[str, Any]:
     program = next(p for p in lowered.programs if p.layout is layout)
-    values = [program.host_bytes, program.page_bytes]
-    for item in program.items:
-        values += [item.host.base, *(s.value for s in item.host.strides if s.value is not None)]
-        values += [axis.extent for axis in item.host.axes if axis.name != "page"]
-    for item_range in program.ranges:
-        values += [item_range.nbytes, *(e for axis, s in item_range.left for e in (axis.extent, s))]
-    lines = _locals(values, known=["pages"])
-    lines += ["return HostLayout("]
-    lines += [
-        f"    nbytes={py(program.host_bytes)},",
-        f"    page_bytes={py(program.page_bytes)},",
+    said = _Formulas(program.steps)
+    lines = [
+        "return HostLayout(",
+        f"    nbytes={said.text(program.host_bytes)},",
+        f"    page_bytes={said.text(program.page_bytes)},",
         "    parts=(",
+        *(line for item in program.items for line in _host_part(said, item)),
+        "    ),",
+        "    ranges=(",
     ]
-    for item in program.items:
-        lines += _host_part(item)
-    lines += ["    ),", "    ranges=("]
     for item_range in program.ranges:
-        left = ", ".join(f"({py(axis.extent)}, {py(step)})" for axis, step in item_range.left)
+        left = ", ".join(f"({said.text(axis.extent)}, {said.text(step)})" for axis, step in item_range.left)
         name = "None" if item_range.item is None else f'"{item_range.item}"'
         comma = "," if len(item_range.left) == 1 else ""
         lines.append(
-            f"        PageRanges({name}, base={py(item_range.base)}, left=({left}{comma}), "
-            f"nbytes={py(item_range.nbytes)}),"
+            f"        PageRanges({name}, base={said.text(item_range.base)}, left=({left}{comma}), "
+            f"nbytes={said.text(item_range.nbytes)}),"
         )
     lines += ["    ),", ")"]
     return {
         "function": f"host_{layout.name}",
         "name": layout.name,
         "order": f"[{', '.join(layout.order)}]",
-        "lines": lines,
+        "parameters": _parameters(said.sizes(), "pages: int"),
+        "lines": [*said.lines(), *lines],
     }
 
 
-def _host_part(item: Item) -> list[str]:
-    lines = [f'        HostPart("{item.ident}", base={py(item.host.base)}, axes=(']
+def _host_part(said: _Formulas, item: Item) -> list[str]:
+    lines = [f'        HostPart("{item.ident}", base={said.text(item.host.base)}, axes=(']
     for axis, stride in zip(item.host.axes, item.host.strides, strict=True):
         assert stride.value is not None
-        extent = "pages" if axis.name == "page" else py(axis.extent)
-        lines.append(f'            ("{axis.name}", {extent}, {py(stride.value)}),')
+        extent = "pages" if axis.name == "page" else said.text(axis.extent)
+        lines.append(f'            ("{axis.name}", {extent}, {said.text(stride.value)}),')
     return [*lines, "        )),"]
+
+
+def device_steps(item: Item) -> list[tuple[str, Expr]]:
+    """Names of an item's constant strides on the device, innermost first."""
+    strides = reversed(item.device.strides)
+    return [(f"device_{item.ident}_{s.axis}", s.value) for s in strides if s.value is not None]
 
 
 def _form(lowered: Lowered, form: Form) -> dict[str, Any]:
     program = next(p for p in lowered.programs if p.form is form)
-    values: list[Expr] = []
+    said = _Formulas([step for item in program.items for step in device_steps(item)])
+    lines = ["return ("]
     for item in program.items:
-        values += [*(s.value for s in item.device.strides if s.value is not None)]
-        values += [axis.extent for axis in item.device.axes if axis.name != "page"]
-        values += [axis.extent for axis in item.device.table]
-    lines = [*_locals(values), "return ("]
-    for item in program.items:
-        table = f", table={py(item.device.table[0].extent)}" if item.device.table else ""
+        side = item.device
+        table = f", table={said.text(side.table[0].extent)}" if side.table else ""
+        if side.inner is not None:
+            block = [] if side.block is None else [said.text(side.base), said.text(side.block)]
+            table += f", shared=Shared({', '.join([str(side.inner), *block])})"
         lines.append(f'    DevicePart("{item.ident}"{table}, axes=(')
-        for axis, stride in zip(item.device.axes, item.device.strides, strict=True):
-            extent = "None" if axis.name == "page" else py(axis.extent)
-            step = "None" if stride.value is None else py(stride.value)
+        for axis, stride in zip(side.axes, side.strides, strict=True):
+            extent = "None" if axis.name == "page" else said.text(axis.extent)
+            step = "None" if stride.value is None else said.text(stride.value)
             lines.append(f'        ("{axis.name}", {extent}, {step}),')
         lines.append("    )),")
     lines.append(")")
@@ -148,25 +193,28 @@ def _form(lowered: Lowered, form: Form) -> dict[str, Any]:
         "function": f"device_{form.name}",
         "name": form.name,
         "order": f"tensors [{', '.join(form.tensors)}], each [{', '.join(form.order)}]",
-        "lines": lines,
+        "parameters": _parameters(said.sizes()),
+        "lines": [*said.lines(), *lines],
     }
 
 
 def _program(program: Program) -> dict[str, Any]:
-    values = [e for i in program.items for w in i.walks for e in (w.atom_bytes, w.runs, w.grain)]
-    lines = [*_locals(values), "return ("]
+    atoms = [(f"atom_{i.ident}_{w.name}", w.atom_bytes) for i in program.items for w in i.walks]
+    said = _Formulas([*atoms, *program.steps, *(s for item in program.items for s in device_steps(item))])
+    lines = ["return ("]
     for item in program.items:
         for walk in item.walks:
             lines.append(
-                f'    Walk("{item.ident}", "{walk.name}", atom={py(walk.atom_bytes)}, '
-                f"runs={py(walk.runs)}, grain={py(walk.grain)}),"
+                f'    Walk("{item.ident}", "{walk.name}", atom={said.text(walk.atom_bytes)}, '
+                f"runs={said.text(walk.runs)}, grain={said.text(walk.grain)}),"
             )
     lines.append(")")
     return {
         "function": f"walks_{program.form.name}_{program.layout.name}",
         "form": program.form.name,
         "layout": program.layout.name,
-        "lines": lines,
+        "parameters": _parameters(said.sizes()),
+        "lines": [*said.lines(), *lines],
     }
 
 
@@ -220,7 +268,8 @@ def _spec(lowered: Lowered) -> list[str]:
     for choice in lower.choices(pool):
         lines.append(f"    {strings(value for _, value in choice)}: {family_function(choice)},")
     lines.append("},")
-    lines.append("parts=" + strings(render_cpp.parts(render_cpp.walks(lowered))) + ",")
+    kernels = render_cpp.parts(render_cpp.walks(lowered)) if pool.components else []
+    lines.append(f"parts={strings(kernels)},")
     lines.append(f"layer_lists={strings(render_cpp.layer_lists(lowered))},")
     lines += _rest(pool)
     return lines
@@ -235,8 +284,7 @@ def _split(pool: Pool, dims: Any) -> Any:
 def _rest(pool: Pool) -> list[str]:
     lines = []
     if pool.variants:
-        entries = ", ".join(f'"{v.name}": {strings(c for c, _ in v.choices)}' for v in pool.variants)
-        lines.append(f"variants={{{entries}}},")
+        lines += ["variants={", *(f"    {line}" for v in pool.variants for line in _variant(v)), "},"]
     if pool.splits:
         pairs = ", ".join(f'"{name}": {strings(d.name for d in parts)}' for name, parts in pool.splits)
         lines.append(f"splits={{{pairs}}},")
@@ -257,18 +305,27 @@ def _rest(pool: Pool) -> list[str]:
     return lines
 
 
+def _variant(variant: Variant) -> list[str]:
+    lines = [f'"{variant.name}": {{']
+    for choice, constants in variant.choices:
+        sizes = ", ".join(f'"{name}": {value}' for name, value in constants if isinstance(value, int))
+        lines.append(f'    "{choice}": {{{sizes}}},')
+    return [*lines, "},"]
+
+
 def function(value: Expr) -> str:
     """Names of sizes and a function of them."""
     names = [name_of(name) for name in sorted(expr.symbols(value))]
     return f"({strings(names)}, lambda {', '.join(names)}: {py(value)})".replace("lambda :", "lambda:")
 
 
-def param(param: Any) -> str:
+def param(param: Param) -> str:
     parts = [f'"{param.name}"']
     parts += [f"min={param.min}"] if param.min is not None else []
     parts += [f"max={param.max}"] if param.max is not None else []
     parts += [f"one_of=({', '.join(map(str, param.one_of))},)"] if param.one_of else []
     parts += [f"length={param.length}"] if param.length is not None else []
+    parts += [f"default={param.default}"] if param.default is not None else []
     if param.equals is not None:
         parts.append(f"equals={function(param.equals)}")
     return f"Param({', '.join(parts)})"
@@ -315,30 +372,29 @@ def dtype_arguments(pool: Pool) -> list[tuple[str, str]]:
     return [(f"{name}_dtype", name) for name, _ in pool.dtypes]
 
 
-def shape(lowered: Lowered) -> list[tuple[str, str, bool]]:
-    """Constructor parameters that decide sizes: name, type, whether they must be given."""
+def shape(lowered: Lowered) -> list[tuple[str, str, str | None]]:
+    """Constructor parameters that decide sizes: name, type, default; None: it must be given."""
     pool = lowered.pool
-    found = [
-        (p.name, "int" if p.length is None else "Iterable[int]", True)
-        for p in pool.params
-        if p.equals is None
-    ]
-    found += [(argument, "torch.dtype", True) for argument, _ in dtype_arguments(pool)]
-    found += [(name, "Iterable[int]", True) for name in render_cpp.layer_lists(lowered)]
-    found += [(v.name, "str", True) for v in pool.variants]
+    found = [_argument(p) for p in pool.params if p.equals is None]
+    found += [(argument, "torch.dtype", None) for argument, _ in dtype_arguments(pool)]
+    found += [(name, "Iterable[int]", None) for name in render_cpp.layer_lists(lowered)]
+    found += [(v.name, "str", None) for v in pool.variants]
     if pool.has_tokens or pool.index.space is not None:
-        found.append(("page_size", "int", True))
-    return [*found, ("layout", "str", False), ("form", "str", False)]
+        found.append(("page_size", "int", None))
+    return [
+        *found,
+        ("layout", "str", f'"{pool.layouts[0].name}"'),
+        ("form", "str", f'"{pool.forms[0].name}"'),
+    ]
 
 
 def _shape(lowered: Lowered) -> tuple[list[str], list[str]]:
     """Constructor parameters that decide sizes, and how they are handed on."""
     pool = lowered.pool
-    default = {"layout": pool.layouts[0].name, "form": pool.forms[0].name}
     names = [name for name, _, _ in shape(lowered)]
     parameters = [
-        f"{name}: {kind}," if needed else f'{name}: {kind} = "{default[name]}",'
-        for name, kind, needed in shape(lowered)
+        f"{name}: {kind}," if default is None else f"{name}: {kind} = {default},"
+        for name, kind, default in shape(lowered)
     ]
     given = [p for p in pool.params if p.equals is None]
     lists = render_cpp.layer_lists(lowered)
@@ -350,6 +406,12 @@ def _shape(lowered: Lowered) -> tuple[list[str], list[str]]:
     arguments.append("variants={" + ", ".join(f'"{v.name}": {v.name}' for v in pool.variants) + "},")
     arguments.append("page_size=" + ("page_size," if "page_size" in names else "1,"))
     return parameters, [*arguments, "layout=layout,", "form=form,"]
+
+
+def _argument(param: Param) -> tuple[str, str, str | None]:
+    if param.length is not None:
+        return param.name, "Iterable[int]", None if param.default is None else "()"
+    return param.name, "int", None if param.default is None else str(param.default)
 
 
 CAPACITY = ["capacity_pages: int | None = None,", "capacity_bytes: int | None = None,"]

@@ -17,8 +17,6 @@ def components(ctx: Context) -> tuple[ir.Component, ...]:
     """The components in the order of the document, repeated ones as `name[0]`, `name[1]`."""
     result: list[ir.Component] = []
     idents: dict[str, str] = {}
-    if not ctx.spec.components:
-        ctx.checks.name(("components",), "expected at least one component", key=False)
     for name, component in ctx.spec.components.items():
         ctx.checks.name(("components", name), name_problem(name))
         with ctx.checks.part():

@@ -83,6 +83,9 @@ def _param(checks: Checks, scope: Scope, name: str, param: schema.Param) -> ir.P
     if param.equals is not None:
         with checks.part():
             checks.fail(("params", name, "equals"), "parameters of a group are given, not computed", key=True)
+    if param.default is not None:
+        with checks.part():
+            checks.fail(("params", name, "default"), "parameters of a group are given: remove it", key=True)
     free = param.min is None and param.one_of is None
     return ir.Param(name, 0 if free else param.min, param.max, tuple(param.one_of or ()), equals, param.list_)
 

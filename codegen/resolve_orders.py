@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from poolwright.codegen import expr, ir
-from poolwright.codegen.collect import check_list
+from poolwright.codegen.collect import check_distinct
 from poolwright.codegen.context import Context
 from poolwright.codegen.expr import Cond
 from poolwright.codegen.names import name_problem, shorten, suggest
@@ -14,6 +14,8 @@ from poolwright.codegen.nodes import Path
 from poolwright.codegen.orders import Placement, Thing
 
 MAX_PROGRAMS = 256
+NOTHING = "nothing"
+"""The form and the layout of a pool that has no bytes."""
 
 Splits = tuple[tuple[str, tuple[ir.Dim, ...]], ...]
 
@@ -38,14 +40,24 @@ def orders(
     records: tuple[ir.Record, ...],
     splits: Splits,
 ) -> tuple[tuple[ir.Form, ...], tuple[ir.Layout, ...]]:
-    """Forms and layouts; `known`: all layouts by name."""
+    """Forms and layouts; `known`: all layouts by name. A pool without components has one of each, empty."""
+    if not ctx.spec.components:
+        return _nothing(ctx)
     _check_count(ctx)
     # Orders are checked against what is placed; with some of it unreadable every order would look wrong.
     trusted = not ctx.checks.errors
     parts = {name: tuple(dim.name for dim in dims) for name, dims in splits}
-    things = _things(components, records)
+    things = _things(components, records) if trusted else ()
     placement = Placement(ctx.document, things, parts, ctx.spec.index.unit)
     return _forms(ctx, placement, trusted), _layouts(ctx, known, placement, trusted)
+
+
+def _nothing(ctx: Context) -> tuple[tuple[ir.Form, ...], tuple[ir.Layout, ...]]:
+    for key in ("device", "layouts", "records"):
+        if getattr(ctx.spec, key):
+            message = f"a pool without components places nothing: remove `{key}`, or add components"
+            ctx.checks.name((key,), message)
+    return (ir.Form(NOTHING, (), ()),), (ir.Layout(NOTHING, ()),)
 
 
 def _check_count(ctx: Context) -> None:
@@ -59,7 +71,7 @@ def _check_count(ctx: Context) -> None:
 def _forms(ctx: Context, placement: Placement, trusted: bool) -> tuple[ir.Form, ...]:
     result = []
     if not ctx.spec.device:
-        ctx.checks.name(("device",), "expected at least one device form", key=False)
+        ctx.checks.name(("device",), "missing key 'device': components need a device form", key=False)
     for name, form in ctx.spec.device.items():
         at: Path = ("device", name)
         ctx.checks.name(at, name_problem(name))
@@ -80,8 +92,10 @@ def _layouts(
     ctx: Context, known: Mapping[str, ir.Layout], placement: Placement, trusted: bool
 ) -> tuple[ir.Layout, ...]:
     result = []
+    if not ctx.spec.layouts:
+        ctx.checks.name(("layouts",), "missing key 'layouts': components need a host layout", key=False)
     with ctx.checks.part():
-        check_list(ctx.checks, ctx.spec.layouts, ("layouts",))
+        check_distinct(ctx.checks, ctx.spec.layouts, ("layouts",))
     for index, name in enumerate(ctx.spec.layouts):
         with ctx.checks.part():
             if name not in known:

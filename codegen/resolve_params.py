@@ -24,7 +24,8 @@ def params(ctx: Context) -> tuple[ir.Param, ...]:
                 equals = _equals(ctx, name, param.equals)
         free = param.min is None and param.one_of is None and param.equals is None
         one_of = tuple(param.one_of or ())
-        result.append(ir.Param(name, 0 if free else param.min, param.max, one_of, equals, param.list_))
+        least = 0 if free else param.min
+        result.append(ir.Param(name, least, param.max, one_of, equals, param.list_, param.default))
     return tuple(result)
 
 
@@ -53,6 +54,10 @@ def dtypes(ctx: Context) -> tuple[tuple[str, tuple[str, ...]], ...]:
             check_list(ctx.checks, names, ("dtypes", group))
             for index, dtype in enumerate(names):
                 check_dtype(ctx, dtype, ("dtypes", group, index), ())
+            if group in ctx.spec.params:
+                ctx.checks.fail(
+                    ("dtypes", group), f"{group!r} is a parameter already: take another name", key=True
+                )
             if group not in used:
                 ctx.checks.fail(("dtypes", group), f"no component uses dtype group {group!r}", key=True)
     return tuple((group, tuple(names)) for group, names in ctx.spec.dtypes.items())

@@ -49,13 +49,14 @@ class Index:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of the constructor; `list`: so many integers."""
+    """A parameter of the constructor; `list`: so many integers; `default`: the value when it is not given."""
 
     min: int | None = None
     max: int | None = None
     one_of: list[int] | None = None
     equals: Size | None = None
     list_: int | None = None
+    default: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ class Pool:
     index: Annotated[Index, Short(scalar="unit")]
     updates: Literal["append", "in_place"]
     components: dict[str, Component]
-    device: dict[str, Form]
-    layouts: list[str]
+    device: dict[str, Form] = field(default_factory=dict)
+    layouts: list[str] = field(default_factory=list)
     params: dict[str, Param] = field(default_factory=dict)
     dtypes: dict[str, list[str]] = field(default_factory=dict)
     variants: dict[

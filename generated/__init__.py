@@ -10,20 +10,50 @@ if TYPE_CHECKING:
     from poolwright.runtime.group import HostPoolGroup
     from poolwright.runtime.pool import HostPool
 
+    from .groups.bamba import BambaHostPoolGroup
+    from .groups.dsv4 import Dsv4HostPoolGroup
+    from .groups.dsv32 import Dsv32HostPoolGroup
+    from .groups.kimi_linear import KimiLinearHostPoolGroup
     from .groups.qwen3_next import Qwen3NextHostPoolGroup
     from .groups.swa_full import SwaFullHostPoolGroup
     from .groups.target_draft import TargetDraftHostPoolGroup
+    from .pools.dsa_indexer import DSAIndexerPoolHost
+    from .pools.dsv4_paged import DeepSeekV4PagedHostPool
+    from .pools.dsv4_state import DeepSeekV4StateHostPool
+    from .pools.gated_delta_net import GatedDeltaNetPoolHost
+    from .pools.k_only import MHATokenToKOnlyPoolHost
     from .pools.kda_state import KdaStatePoolHost
+    from .pools.logical import LogicalHostPool
+    from .pools.mamba import MambaPoolHost
     from .pools.mha import MHATokenToKVPoolHost
+    from .pools.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
     from .pools.mla import MLATokenToKVPoolHost
+    from .pools.mla_fp8 import MLAFp8TokenToKVPoolHost
+    from .pools.nvfp4 import MiniMaxM3Nvfp4MainKVPoolHost
+    from .pools.qsa_indexer import QSAIndexerPoolHost
 
 POOLS: dict[str, str] = {
+    "dsa_indexer": "DSAIndexerPoolHost",
+    "dsv4_paged": "DeepSeekV4PagedHostPool",
+    "dsv4_state": "DeepSeekV4StateHostPool",
+    "gated_delta_net": "GatedDeltaNetPoolHost",
+    "k_only": "MHATokenToKOnlyPoolHost",
     "kda_state": "KdaStatePoolHost",
+    "logical": "LogicalHostPool",
+    "mamba": "MambaPoolHost",
     "mha": "MHATokenToKVPoolHost",
+    "mha_mxfp8": "MHATokenToKVPoolMXFP8Host",
     "mla": "MLATokenToKVPoolHost",
+    "mla_fp8": "MLAFp8TokenToKVPoolHost",
+    "nvfp4": "MiniMaxM3Nvfp4MainKVPoolHost",
+    "qsa_indexer": "QSAIndexerPoolHost",
 }
 
 GROUPS: dict[str, str] = {
+    "bamba": "BambaHostPoolGroup",
+    "dsv4": "Dsv4HostPoolGroup",
+    "dsv32": "Dsv32HostPoolGroup",
+    "kimi_linear": "KimiLinearHostPoolGroup",
     "qwen3_next": "Qwen3NextHostPoolGroup",
     "swa_full": "SwaFullHostPoolGroup",
     "target_draft": "TargetDraftHostPoolGroup",
@@ -32,9 +62,24 @@ GROUPS: dict[str, str] = {
 __all__ = [
     "GROUPS",
     "POOLS",
+    "BambaHostPoolGroup",
+    "DSAIndexerPoolHost",
+    "DeepSeekV4PagedHostPool",
+    "DeepSeekV4StateHostPool",
+    "Dsv4HostPoolGroup",
+    "Dsv32HostPoolGroup",
+    "GatedDeltaNetPoolHost",
     "KdaStatePoolHost",
+    "KimiLinearHostPoolGroup",
+    "LogicalHostPool",
+    "MHATokenToKOnlyPoolHost",
     "MHATokenToKVPoolHost",
+    "MHATokenToKVPoolMXFP8Host",
+    "MLAFp8TokenToKVPoolHost",
     "MLATokenToKVPoolHost",
+    "MambaPoolHost",
+    "MiniMaxM3Nvfp4MainKVPoolHost",
+    "QSAIndexerPoolHost",
     "Qwen3NextHostPoolGroup",
     "SwaFullHostPoolGroup",
     "TargetDraftHostPoolGroup",

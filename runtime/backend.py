@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from poolwright.runtime import binding, env, jit, testing, toolchain, tuning
-from poolwright.runtime.binding import Binding, Bound
+from poolwright.runtime.binding import Binding
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.costs import DEFAULTS, Costs
-from poolwright.runtime.description import DevicePart
 from poolwright.runtime.driver import Driver, Kernels
 from poolwright.runtime.driver.host import HostDriver, HostKernels
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
@@ -126,6 +125,9 @@ class Code:
         """Every path and whether it can run."""
         cuda = self.device.type == "cuda"
         last = Availability("torch", True, "indexing, the last resort")
+        if not any(program.device for program in self.source.programs):
+            nothing = "the pool has no bytes to move"
+            return (*(Availability(p, False, nothing) for p in ("zero_copy", "staged", "host")), last)
         if self._why_not is not None:
             why, mend = str(self._why_not), self._why_not.command
             return (*(Availability(p, False, why, mend) for p in ("zero_copy", "staged", "host")), last)
@@ -137,102 +139,18 @@ class Code:
 
 
 class Backend:
-    """What one pool asks of its device: tensors checked and bound, the report of what can run."""
+    """What one pool asks of its device: tensors checked and bound."""
 
     def __init__(self, program: SizedProgram, device: torch.device, code: Code) -> None:
         self.program, self.device, self.code, self.driver = program, device, code, code.driver
         self.range_count = sum(math.prod(extent for extent, _ in r.left) for r in program.host(1).ranges)
-
-    # ---- binding
 
     def bind(self, pool: HostPool, tensors: Mapping[str, object], layer_ids: Sequence[int] | None) -> Binding:
         """Check and bind an engine's tensors; `layer_ids` None: those of each component's list.
 
         Raises ValueError.
         """
-        spec, form = self.program.spec, self.program.spec.forms[self.program.form]
-        parts = [p for p in self.program.device if self.program.present(p.ident)]
-        names = {p.ident: self._name(p.ident) for p in self.program.device}
-        together = not {"component", "record"} & set(form.tensors)
-        wanted = [spec.name] if together else [names[p.ident] for p in parts]
-        binding.claim(spec, wanted, tensors)
-        bound: dict[str, Bound] = {}
-        for at, part in enumerate(parts):
-            given = tensors[spec.name] if together else tensors[names[part.ident]]
-            rows = self._rows(pool, names[part.ident], part, given, layer_ids)
-            if together:
-                rows = [_component_of(form.order, row, at, len(parts)) for row in rows]
-            self._check_device(names[part.ident], rows)
-            bound[part.ident] = binding.bind_part(
-                spec.name,
-                names[part.ident],
-                part,
-                rows,
-                self.program.dtype(pool.dtypes, part.ident),
-                form.first_row(self.program.sizes),
-            )
-        table: list[int] = []
-        strides: list[int] = []
-        for part in self.program.device:
-            found = bound.get(part.ident)
-            count = 1 if part.table is None else part.table
-            dynamic = sum(step is None for _, _, step in part.axes)
-            table += found.addresses if found else (0,) * count
-            strides += found.strides if found else (0,) * dynamic
-        pages = min((b.pages for b in bound.values()), default=0)
-        bases = [address for part in parts for address in bound[part.ident].addresses]
-        return Binding(
-            tensors=tuple(t for t in tensors.values() if isinstance(t, torch.Tensor))
-            + tuple(t for v in tensors.values() if isinstance(v, Sequence) for t in v),
-            table=tuple(table),
-            strides=tuple(strides),
-            pages=pages,
-            align=binding.alignment([*bases, *strides]),
-            views={ident: b.views for ident, b in bound.items()},
-        )
-
-    def _name(self, ident: str) -> str:
-        spec = self.program.spec
-        names = {c.ident: c.name for c in spec.components} | {r.ident: r.name for r in spec.records}
-        return names[ident]
-
-    def _rows(
-        self, pool: HostPool, name: str, part: DevicePart, given: object, layer_ids: Sequence[int] | None
-    ) -> list[torch.Tensor]:
-        spec = self.program.spec
-        wanted = pool.lists.get(self.program.lists[part.ident] or "", ())
-        ids = wanted if layer_ids is None else tuple(layer_ids)
-        if part.table is not None:
-            return binding.layer_tensors(spec.name, name, given, wanted, ids)
-        if isinstance(given, Sequence) and len(given) == 1:
-            given = given[0]
-        if not isinstance(given, torch.Tensor):
-            raise ValueError(f"{spec.name}: {name}: expected one tensor, got {type(given).__name__}")
-        if any(axis == "layer" for axis, _, _ in part.axes) and ids != wanted:
-            raise ValueError(
-                f"{spec.name}: {name}: one tensor holds all layers, so layer_ids must be "
-                f"{list(wanted)}, got {list(ids)}"
-            )
-        return [given]
-
-    def _check_device(self, name: str, rows: Sequence[torch.Tensor]) -> None:
-        for row in rows:
-            if row.device.type != self.device.type or (
-                self.device.index is not None and row.device.index != self.device.index
-            ):
-                raise ValueError(
-                    f"{self.program.spec.name}: {name}: device: expected {self.device}, got {row.device}"
-                )
-
-
-def _component_of(order: Sequence[str], tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:
-    """One component's slice of a tensor that holds all of them along an axis."""
-    axis = next(i for i, name in enumerate(order) if name in ("component", "record"))
-    if tensor.dim() <= axis or tensor.shape[axis] != count:
-        raise ValueError(
-            f"axis {axis} of the tensor: expected {count} components, got shape {tuple(tensor.shape)}"
-        )
-    return tensor.select(axis, at)
+        return binding.bind(self.program, pool.lists, pool.dtypes, self.device, tensors, layer_ids)
 
 
 def driver_for(pool: str, device: torch.device) -> Driver:

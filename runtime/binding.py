@@ -1,19 +1,25 @@
 """Binds an engine's tensors to a pool: shapes, dtypes, strides and devices checked, addresses taken.
 
-In: tensors by component (a list over layers, or one tensor). Out: `Binding`: the table of addresses and
-the strides that kernels take, the torch views that the last-resort path takes.
+In: tensors by component (one for each layer, or one), by the pool's name where components share tensors.
+Out: `Binding`: the table of addresses and the strides that kernels take, the torch views that the
+last-resort path takes.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from poolwright.runtime.description import DevicePart, PoolSpec
+from poolwright.runtime.program import SizedProgram
+
+NO_TENSORS = (1 << 32) - 1
+"""Device pages of a pool that has no bytes: every id is right."""
 
 
 @dataclass(frozen=True)
@@ -28,62 +34,46 @@ class Binding:
     views: Mapping[str, tuple[torch.Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What a tensor must be: (axis, extent or None, bytes a step or None), outermost first."""
-
-    name: str
-    axes: tuple[tuple[str, int | None, int | None], ...]
-    dtype: torch.dtype
-
-
-def match(pool: str, expected: Expected, tensor: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """Pages that the tensor holds, and bytes a step of every axis.
-
-    Neighbouring axes may be merged, axes of extent 1 may be there or not, there may be more rows than
-    pages need. Raises ValueError naming the dimension, what was expected and what was got.
+def bind(
+    program: SizedProgram,
+    lists: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+    given: Mapping[str, object],
+    layer_ids: Sequence[int] | None,
+) -> Binding:
+    """Check and bind an engine's tensors. `lists`: layer ids of the pool by list; `layer_ids`: those that
+    the tensors are of, None for the component's own. Raises ValueError.
     """
-    if tensor.dtype != expected.dtype:
-        raise ValueError(f"{pool}: {expected.name}: dtype: expected {expected.dtype}, got {tensor.dtype}")
-    size = tensor.element_size()
-    shape = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    dims = [(index, extent, step * size) for index, (extent, step) in shape if extent != 1]
-    axes = [axis for axis in expected.axes if axis[1] != 1]
-    strides = {name: 0 for name, extent, _ in expected.axes if extent == 1}
-    pages = 1
-    while axes and dims:
-        index, extent, step = dims.pop()
-        while axes and extent != 1:
-            name, want, packed = axes.pop()
-            if packed is not None and packed != step:
-                raise ValueError(
-                    f"{pool}: {expected.name}: stride of {name} (shape#{index}): expected {packed} bytes, "
-                    f"got {step}; this form takes packed rows only"
-                )
-            strides[name] = step
-            if want is None:
-                pages, extent = extent, 1
-                continue
-            rows_left_over = bool(axes) and axes[-1][1] is None  # rows that fill no whole page
-            if want == 0 or (extent % want and not rows_left_over):
-                raise _shape(pool, expected, tensor)
-            extent, step = extent // want, step * want
-            if extent == 0:
-                axes.pop()
-                pages, strides["page"], extent = 0, step, 1
-        if extent != 1:
-            raise _shape(pool, expected, tensor)
-    if dims or any(want is not None for _, want, _ in axes):
-        raise _shape(pool, expected, tensor)
-    strides |= {name: packed or 0 for name, _, packed in axes}
-    return pages, strides
-
-
-def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
-    want = ", ".join(f"{name}={'any' if extent is None else extent}" for name, extent, _ in expected.axes)
-    return ValueError(
-        f"{pool}: {expected.name}: shape: expected [{want}] (neighbours may be merged), "
-        f"got {tuple(tensor.shape)}"
+    spec = program.spec
+    names = {c.ident: c.name for c in spec.components} | {r.ident: r.name for r in spec.records}
+    parts = [part for part in program.device if program.present(part.ident)]
+    shared = any(part.shared is not None for part in parts)
+    groups = [(spec.name, parts)] if shared else [(names[part.ident], [part]) for part in parts]
+    claim(spec, [name for name, _ in groups], given)
+    bound: dict[str, Bound] = {}
+    kept: list[torch.Tensor] = []
+    for name, group in groups:
+        wanted = lists.get(_layer_list(spec, group[0].ident) or "", ())
+        rows = _tensors(spec.name, name, group[0], given[name], wanted, layer_ids)
+        _check_device(spec.name, name, rows, device)
+        kept += rows
+        bound |= _bind_group(program, dtypes, name, group, rows)
+    table: list[int] = []
+    strides: list[int] = []
+    for part in program.device:
+        found = bound.get(part.ident)
+        dynamic = sum(step is None for _, _, step in part.axes)
+        table += found.addresses if found else [0] * (1 if part.table is None else part.table)
+        strides += found.strides if found else [0] * dynamic
+    bases = [address for one in bound.values() for address in one.addresses]
+    return Binding(
+        tensors=tuple(kept),
+        table=tuple(table),
+        strides=tuple(strides),
+        pages=min((one.pages for one in bound.values()), default=NO_TENSORS),
+        align=alignment([*bases, *strides]),
+        views={ident: one.views for ident, one in bound.items()},
     )
 
 
@@ -92,23 +82,73 @@ def alignment(values: Sequence[int]) -> int:
     return math.gcd(16, *values)
 
 
+# ---- what is given ----------------------------------------------------------------------------
+
+
 def claim(spec: PoolSpec, names: Sequence[str], given: Mapping[str, object]) -> None:
     """Every tensor is a component's or named in `not_carried`, and no component is missing."""
-    for name in given:
-        if name not in names and not any(fnmatch.fnmatchcase(name, p) for p in spec.not_carried):
-            known = ", ".join(names)
-            parts = [other for other in names if other.startswith(f"{name}[")]
-            if parts:
-                raise ValueError(f"{spec.name}: component {name!r} is repeated: bind {', '.join(parts)}")
-            raise ValueError(
-                f"{spec.name}: tensor {name!r} belongs to no component ({known}); name it in not_carried of "
-                f"{spec.source} if it must not be kept"
-            )
+    for name, tensors in given.items():
+        if name in names or any(fnmatch.fnmatchcase(name, p) for p in spec.not_carried):
+            continue
+        if any(name == component.name for component in spec.components) and _is_empty(tensors):
+            continue  # the engine has it, with no bytes in it
+        known = ", ".join(names) or "none"
+        parts = [other for other in names if other.startswith(f"{name}[")]
+        if parts:
+            raise ValueError(f"{spec.name}: component {name!r} is repeated: bind {', '.join(parts)}")
+        raise ValueError(
+            f"{spec.name}: tensor {name!r} belongs to no component ({known}); name it in not_carried of "
+            f"{spec.source} if it must not be kept"
+        )
     for name in names:
         if name not in given:
             raise ValueError(
                 f"{spec.name}: no tensor for component {name!r}, got {', '.join(given) or 'none'}"
             )
+
+
+def _is_empty(given: object) -> bool:
+    if isinstance(given, torch.Tensor):
+        return given.numel() == 0
+    values = given.values() if isinstance(given, Mapping) else given
+    return isinstance(values, Sequence) and all(map(_is_empty, values))
+
+
+def _layer_list(spec: PoolSpec, ident: str) -> str | None:
+    """The layer list of what is placed; a record has that of the components it holds."""
+    held = {r.ident: r.holds[0] for r in spec.records}
+    return next(c.layers for c in spec.components if ident == c.ident or held.get(ident) == c.name)
+
+
+def _tensors(
+    pool: str,
+    name: str,
+    part: DevicePart,
+    given: object,
+    wanted: Sequence[int],
+    layer_ids: Sequence[int] | None,
+) -> list[torch.Tensor]:
+    """One tensor for each entry of the part's table.
+
+    Layers may come as a sequence, a mapping by id, or stacked in one tensor. A form whose layers are an axis
+    also takes tensors of single layers that lie evenly in one storage.
+    """
+    ids = wanted if layer_ids is None else layer_ids
+    if part.table is not None:
+        return layer_tensors(pool, name, given, wanted, ids)
+    axes = [axis for axis, _, _ in part.axes]
+    if isinstance(given, Sequence) and len(given) == 1 and ("layer" not in axes or len(wanted) != 1):
+        given = given[0]
+    if isinstance(given, torch.Tensor) and ("layer" not in axes or tuple(ids) == tuple(wanted)):
+        return [given]
+    if axes[0] == "layer" and isinstance(given, Mapping | Sequence | torch.Tensor):
+        return [_stacked(pool, name, layer_tensors(pool, name, given, wanted, ids))]
+    if isinstance(given, torch.Tensor):
+        raise ValueError(
+            f"{pool}: {name}: one tensor holds all layers, so layer_ids must be {list(wanted)}, "
+            f"got {list(ids)}"
+        )
+    raise ValueError(f"{pool}: {name}: expected one tensor, got {type(given).__name__}")
 
 
 def layer_tensors(
@@ -136,6 +176,42 @@ def layer_tensors(
     return [by_id[layer] for layer in wanted]
 
 
+def _stacked(pool: str, name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The layers as one tensor over the same memory."""
+    first = rows[0]
+    steps = {after.data_ptr() - before.data_ptr() for before, after in pairwise(rows)}
+    one_kind = len({(row.shape, row.stride(), row.dtype, row.device) for row in rows}) == 1
+    one_storage = len({row.untyped_storage().data_ptr() for row in rows}) == 1
+    step = steps.pop() if steps else 0
+    if not one_kind or not one_storage or steps or step < 0 or step % first.element_size():
+        raise ValueError(
+            f"{pool}: {name}: this form has one tensor with an axis of layers, got {len(rows)} tensors that "
+            f"do not lie one after the other, evenly, in one storage; use a form with a tensor for each layer"
+        )
+    return first.as_strided((len(rows), *first.shape), (step // first.element_size(), *first.stride()))
+
+
+def _check_device(pool: str, name: str, rows: Sequence[torch.Tensor], device: torch.device) -> None:
+    for row in rows:
+        if row.device.type != device.type or device.index not in (None, row.device.index):
+            raise ValueError(f"{pool}: {name}: device: expected {device}, got {row.device}")
+
+
+# ---- what is expected -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor must be: (axis, extent or None, bytes a step or None), outermost first.
+
+    `dtype` None: bytes, of whatever dtype.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int | None, int | None], ...]
+    dtype: torch.dtype | None
+
+
 @dataclass(frozen=True)
 class Bound:
     """One component bound: addresses for the table, dynamic strides in order, pages, views."""
@@ -146,83 +222,186 @@ class Bound:
     views: tuple[torch.Tensor, ...]
 
 
-def bind_part(
-    pool: str,
+def _bind_group(
+    program: SizedProgram,
+    dtypes: Mapping[str, torch.dtype],
     name: str,
-    part: DevicePart,
+    parts: Sequence[DevicePart],
     tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    first_row: int,
-) -> Bound:
-    """Check and bind the tensors of one component (one for each entry of its table)."""
-    expected = Expected(name, part.axes, dtype)
-    if first_row:
-        tensors = [_from_row(pool, expected, tensor, first_row) for tensor in tensors]
-    found = [match(pool, expected, tensor) for tensor in tensors]
-    pages = min((count for count, _ in found), default=0)
-    steps = found[0][1] if found else {axis: 0 for axis, _, _ in part.axes}
-    for at, (_, other) in enumerate(found):
-        for axis, _, packed in part.axes:
-            if packed is None and other[axis] != steps[axis]:
+) -> dict[str, Bound]:
+    """Check and bind the tensors of one component, or of all that share them."""
+    pool = program.spec.name
+    expected = _expected(program, dtypes, name, parts)
+    form = program.spec.forms[program.form]
+    tokens = program.sizes["page_size"] if "token" in form.order else 1
+    found = [match(pool, expected, t, form.first_row(program.sizes), tokens) for t in tensors]
+    pages = min((one.pages for one in found), default=0)
+    steps = found[0].strides if found else {axis: 0 for axis, _, _ in expected.axes}
+    for at, one in enumerate(found):
+        for axis, _, packed in expected.axes:
+            if packed is None and one.strides[axis] != steps[axis]:
                 raise ValueError(
-                    f"{pool}: {name}: stride of {axis}: tensor {at} has {other[axis]} bytes, tensor 0 "
+                    f"{pool}: {name}: stride of {axis}: tensor {at} has {one.strides[axis]} bytes, tensor 0 "
                     f"{steps[axis]}; all layers need one stride"
                 )
     if found and pages < 1:
         raise ValueError(
             f"{pool}: {name}: rows: expected at least one whole page, got shape {tuple(tensors[0].shape)}"
         )
-    _check_apart(pool, name, part, tensors, steps, pages)
-    return Bound(
-        addresses=tuple(t.data_ptr() for t in tensors),
-        strides=tuple(steps[axis] for axis, _, packed in part.axes if packed is None),
-        pages=pages,
-        views=tuple(_as_axes(t, part, pages, steps) for t in tensors),
+    _check_apart(pool, expected, tensors, steps, pages)
+    bound = {}
+    for at, part in enumerate(parts):
+        inside = 0
+        if part.shared is not None:
+            inside = at * steps["component"] if part.shared.base is None else part.shared.base
+        firsts = [one.first + inside for one in found]
+        size = program.itemsize(part.ident)
+        pairs = list(zip(tensors, firsts, strict=True))
+        bound[part.ident] = Bound(
+            addresses=tuple(tensor.data_ptr() + first for tensor, first in pairs),
+            strides=tuple(steps[axis] for axis, _, packed in part.axes if packed is None),
+            pages=pages,
+            views=tuple(_as_axes(tensor, first, part, pages, steps, size) for tensor, first in pairs),
+        )
+    return bound
+
+
+def _expected(
+    program: SizedProgram, dtypes: Mapping[str, torch.dtype], name: str, parts: Sequence[DevicePart]
+) -> Expected:
+    """One component's axes; of several in one tensor also an axis of components, or bytes if they differ."""
+    first = parts[0]
+    kinds = {program.dtype(dtypes, part.ident) for part in parts}
+    record = any(record.ident == first.ident for record in program.spec.records)
+    dtype = None if record else next(iter(kinds))
+    if first.shared is None:
+        return Expected(name, first.axes, dtype)
+    left = first.axes[: len(first.axes) - first.shared.inner]
+    if len(kinds) > 1 or any(part.axes != first.axes for part in parts):
+        return Expected(name, (*left, ("block", first.shared.block, 1)), None)
+    step = None
+    if first.shared.base is not None and len(parts) > 1:
+        second = parts[1].shared
+        assert second is not None and second.base is not None
+        step = second.base - first.shared.base
+    inner = first.axes[len(left) :]
+    return Expected(name, (*left, ("component", len(parts), step), *inner), dtype)
+
+
+# ---- matching ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor read as what was expected: whole pages from page 0 on, bytes in front of it, bytes a step."""
+
+    pages: int
+    first: int
+    strides: Mapping[str, int]
+
+
+def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 0, tokens: int = 1) -> Found:
+    """How the tensor is what was expected. Page 0 starts at row `first_row`, `tokens` rows are a page.
+
+    Neighbouring axes may be merged or one taken apart, axes of extent 1 may be there or not, there may be
+    more rows than pages need. Raises ValueError naming the dimension, what was expected and what was got.
+    """
+    if expected.dtype is not None and tensor.dtype != expected.dtype:
+        raise ValueError(f"{pool}: {expected.name}: dtype: expected {expected.dtype}, got {tensor.dtype}")
+    dims = list(_dims(tensor, expected.dtype is None))
+    axes = [axis for axis in expected.axes if axis[1] != 1]
+    strides = {name: 0 for name, extent, _ in expected.axes if extent == 1}
+    pages = 1
+    rows: tuple[int, int] | None = None  # dimension and extent of tokens that are one with the pages
+    while axes and dims:
+        index, extent, step = dims.pop()
+        while axes and extent != 1:
+            name, want, packed = axes.pop()
+            if packed is not None and packed != step:
+                raise ValueError(
+                    f"{pool}: {expected.name}: stride of {name} (shape#{index}): expected {packed} bytes, "
+                    f"got {step}; this form takes packed rows only"
+                )
+            strides[name] = step
+            if want is None:
+                pages, extent = extent, 1
+                rows = rows if rows is not None and rows[0] == index else None
+                continue
+            while extent < want and dims and dims[-1][2] == extent * step:
+                extent *= dims.pop()[1]  # one axis in several dimensions
+                if extent > want:
+                    raise _shape(pool, expected, tensor)
+            whole_pages_next = bool(axes) and axes[-1][1] is None  # so rows may be left over
+            if want == 0 or (extent % want and not whole_pages_next):
+                raise _shape(pool, expected, tensor)
+            rows = (index, extent) if name == "token" and whole_pages_next else rows
+            extent, step = extent // want, step * want
+            if extent == 0:
+                axes.pop()
+                pages, strides["page"], extent = 0, step, 1
+        if extent != 1:
+            raise _shape(pool, expected, tensor)
+    if dims or any(want is not None for _, want, _ in axes):
+        raise _shape(pool, expected, tensor)
+    strides |= {name: packed or 0 for name, _, packed in axes}
+    if rows is not None:
+        return Found((rows[1] - first_row) // tokens, first_row * strides["token"], strides)
+    if first_row % tokens:
+        raise ValueError(
+            f"{pool}: {expected.name}: page 0 starts at row {first_row}, inside a page of {tokens} rows; "
+            f"bind a tensor whose rows are one dimension, got shape {tuple(tensor.shape)}"
+        )
+    return Found(pages - first_row // tokens, first_row // tokens * strides["page"], strides)
+
+
+def _dims(tensor: torch.Tensor, as_bytes: bool) -> Iterator[tuple[int, int, int]]:
+    """(dimension, extent, bytes a step) of every dimension with more than one index."""
+    size = tensor.element_size()
+    shape = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    yield from ((index, extent, step * size) for index, (extent, step) in shape if extent != 1)
+    if as_bytes and size > 1:
+        yield tensor.dim(), size, 1
+
+
+def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
+    want = ", ".join(f"{name}={'any' if extent is None else extent}" for name, extent, _ in expected.axes)
+    unit = " bytes" if expected.dtype is None else ""
+    return ValueError(
+        f"{pool}: {expected.name}: shape: expected [{want}]{unit} (neighbours may be merged), "
+        f"got {tuple(tensor.shape)}{f' of {tensor.dtype}' if unit else ''}"
     )
 
 
 def _check_apart(
     pool: str,
-    name: str,
-    part: DevicePart,
+    expected: Expected,
     tensors: Sequence[torch.Tensor],
     steps: Mapping[str, int],
     pages: int,
 ) -> None:
     """No byte may belong to two rows or two layers: a load would overwrite what it has just written."""
-    extents = {axis: pages if extent is None else extent for axis, extent, _ in part.axes}
-    span = tensors[0].element_size() if tensors else 0
+    extents = {axis: pages if extent is None else extent for axis, extent, _ in expected.axes}
+    span = tensors[0].element_size() if tensors and expected.dtype is not None else 1
     for axis in sorted((a for a in extents if extents[a] > 1), key=lambda a: steps[a]):
         if steps[axis] < span:
             raise ValueError(
-                f"{pool}: {name}: stride of {axis}: rows overlap: expected at least {span} bytes, "
+                f"{pool}: {expected.name}: stride of {axis}: rows overlap: expected at least {span} bytes, "
                 f"got {steps[axis]}"
             )
         span += steps[axis] * (extents[axis] - 1)
     starts = [tensor.data_ptr() for tensor in tensors]
     if len(set(starts)) != len(starts):
-        raise ValueError(f"{pool}: {name}: two layers have the same memory; each needs rows of its own")
+        raise ValueError(
+            f"{pool}: {expected.name}: two layers have the same memory; each needs rows of its own"
+        )
 
 
-def _from_row(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int) -> torch.Tensor:
-    """The tensor without the rows in front of page 0: rows of the dimension that holds its pages."""
-    _, steps = match(pool, expected, tensor)
-    size = tensor.element_size()
-    merged = steps.get("token", 0) // size  # a dimension of tokens holds the pages when it steps by them
-    wanted = [merged, steps["page"] // size]
-    at = next((d for w in wanted for d, s in enumerate(tensor.stride()) if s == w and tensor.shape[d] > 1), 0)
-    whole = next((extent for axis, extent, _ in expected.axes if axis == "token" and extent), 1)
-    if tensor.stride(at) == merged and tensor.shape[at] > whole:
-        return tensor.narrow(at, first_row, tensor.shape[at] - first_row)
-    at = next((d for d, s in enumerate(tensor.stride()) if s == steps["page"] // size), at)
-    return tensor.narrow(at, first_row, tensor.shape[at] - first_row)
-
-
-def _as_axes(tensor: torch.Tensor, part: DevicePart, pages: int, steps: Mapping[str, int]) -> torch.Tensor:
+def _as_axes(
+    tensor: torch.Tensor, first: int, part: DevicePart, pages: int, steps: Mapping[str, int], size: int
+) -> torch.Tensor:
     """The tensor's bytes seen with exactly the axes of the part, and the bytes of one item last."""
-    size = tensor.element_size()
     shape = [pages if extent is None else extent for _, extent, _ in part.axes]
-    strides = [steps[axis] for axis, _, _ in part.axes]
+    strides = [steps[axis] if step is None else step for axis, _, step in part.axes]
     seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    offset = tensor.storage_offset() * size
+    offset = tensor.storage_offset() * tensor.element_size() + first
     return seen.set_(tensor.untyped_storage(), offset, [*shape, size], [*strides, 1])

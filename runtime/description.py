@@ -7,7 +7,7 @@ its formulas return for one set of sizes (`HostLayout`, `DevicePart`, `Walk`). S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,10 @@ def size_of(value: SizeOf, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Param:
-    """A constructor parameter and its bounds; `equals`: derived from the named sizes, not given."""
+    """A constructor parameter and its bounds; `equals`: derived from the named sizes, not given.
+
+    `length`: a list of so many; what is missing at its end is `default`.
+    """
 
     name: str
     min: int | None = None
@@ -47,6 +50,7 @@ class Param:
     one_of: tuple[int, ...] = ()
     equals: tuple[tuple[str, ...], Callable[..., int]] | None = None
     length: int | None = None
+    default: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Form:
-    """A device order: axes that index tensors, axes inside one, the numbers of one set of sizes."""
+    """A device order: axes that index tensors, axes inside one, the numbers of sizes given by name."""
 
     tensors: Order
     order: Order
-    numbers: Callable[[Sizes], tuple[DevicePart, ...]]
+    numbers: Callable[..., tuple[DevicePart, ...]]
     any_stride: Order = ()
     base: SizeOf | None = None
 
@@ -93,10 +97,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Layout:
-    """A host order and the numbers of one set of sizes and pages."""
+    """A host order and the numbers of so many pages and of sizes given by name."""
 
     order: Order
-    numbers: Callable[[Sizes, int], HostLayout]
+    numbers: Callable[..., HostLayout]
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,13 @@ class Program:
     """One form and layout: its name in C++, its runs, whether ids may address single tokens."""
 
     name: str
-    walks: Callable[[Sizes], tuple[Walk, ...]]
+    walks: Callable[..., tuple[Walk, ...]]
     tokens: bool
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A pool as its spec says it."""
+    """A pool as its spec says it. `variants`: by choice the constants that are sizes."""
 
     name: str
     source: str
@@ -123,9 +127,9 @@ class PoolSpec:
     forms: Mapping[str, Form]
     layouts: Mapping[str, Layout]
     programs: Mapping[tuple[str, str], Program]
-    extents: Mapping[tuple[str, ...], Callable[[Sizes], dict[str, int]]]
+    extents: Mapping[tuple[str, ...], Callable[..., dict[str, int]]]
     parts: tuple[str, ...]
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     require: tuple[tuple[str, tuple[str, ...], Callable[..., bool]], ...] = ()
     reserved: tuple[int, ...] = ()
@@ -183,15 +187,29 @@ class HostLayout:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Where a component lies in tensors that hold all of them side by side.
+
+    `inner`: how many of its last axes lie in its block; `base`: bytes in front of that block, `block`: bytes
+    of all blocks; None when the tensor has the step from one block to the next.
+    """
+
+    inner: int
+    base: int | None = None
+    block: int | None = None
+
+
+@dataclass(frozen=True)
 class DevicePart:
     """A component on the device: (axis, extent, bytes a step); None where the tensor decides.
 
-    `table`: how many tensors its layers are, None when they are an axis.
+    `table`: how many tensors its layers are, None when they are an axis. `shared`: with other components.
     """
 
     ident: str
     axes: tuple[tuple[str, int | None, int | None], ...]
     table: int | None = None
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True)
@@ -234,16 +252,17 @@ def bind_sizes(
     if page_size < 1:
         raise ValueError(f"{spec.name}: page_size: expected at least 1, got {page_size}")
     sizes |= bind_params(spec.name, spec.params, params)
+    for name, choice in variants.items():
+        if choice not in spec.variants[name]:
+            known = ", ".join(spec.variants[name])
+            raise ValueError(f"{spec.name}: {name}: expected one of {known}, got {choice!r}")
+        sizes |= {f"{name}_{constant}": value for constant, value in spec.variants[name][choice].items()}
     for param in spec.params:
         if param.equals is not None:
             names, value = param.equals
             sizes[param.name] = value(*(sizes[name] for name in names))
             _check(spec.name, param, sizes[param.name])
-    for name, choice in variants.items():
-        if choice not in spec.variants[name]:
-            known = ", ".join(spec.variants[name])
-            raise ValueError(f"{spec.name}: {name}: expected one of {known}, got {choice!r}")
-    extents = spec.extents[tuple(variants[name] for name in spec.variants)](sizes)
+    extents = spec.extents[tuple(variants[name] for name in spec.variants)](**sizes)
     for name, size in extents.items():
         if size < 0:
             raise ValueError(f"{spec.name}: {name.removeprefix('extent_')} is {size} with these parameters")
@@ -260,16 +279,19 @@ def bind_params(owner: str, params: Sequence[Param], values: Mapping[str, object
     found: dict[str, int] = {}
     for param in params:
         if param.equals is None:
-            found |= _given(owner, param, values[param.name])
+            found |= _given(owner, param, values.get(param.name, () if param.length else param.default))
     return found
 
 
 def _given(owner: str, param: Param, value: object) -> dict[str, int]:
     if param.length is None:
         return {param.name: _check(owner, param, value)}
-    values = list(value) if isinstance(value, Sequence) else [value]
+    values = list(value) if isinstance(value, Iterable) else [value]
+    if param.default is not None:
+        values += [param.default] * (param.length - len(values))
     if len(values) != param.length:
-        raise ValueError(f"{owner}: {param.name}: expected {param.length} integers, got {value!r}")
+        most = "" if param.default is None else "at most "
+        raise ValueError(f"{owner}: {param.name}: expected {most}{param.length} integers, got {value!r}")
     return {f"{param.name}_{i}": _check(owner, param, each) for i, each in enumerate(values)}
 
 

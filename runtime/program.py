@@ -31,11 +31,11 @@ class SizedProgram:
 
     @cached_property
     def device(self) -> tuple[DevicePart, ...]:
-        return self.spec.forms[self.form].numbers(self.sizes)
+        return self.spec.forms[self.form].numbers(**self.sizes)
 
     @cached_property
     def walks(self) -> tuple[Walk, ...]:
-        return self.spec.programs[self.form, self.layout].walks(self.sizes)
+        return self.spec.programs[self.form, self.layout].walks(**self.sizes)
 
     @property
     def tokens(self) -> bool:
@@ -48,7 +48,7 @@ class SizedProgram:
         return any(walk.name == "layer_pages" and walk.runs * walk.atom for walk in self.walks)
 
     def host(self, pages: int) -> HostLayout:
-        return self.spec.layouts[self.layout].numbers(self.sizes, pages)
+        return self.spec.layouts[self.layout].numbers(pages, **self.sizes)
 
     def present(self, ident: str) -> bool:
         """Whether a component is there and has bytes."""

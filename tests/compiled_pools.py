@@ -66,7 +66,7 @@ class Built:
     def sizes(self, module: SimpleNamespace) -> dict[str, int]:
         """Every size of the pool: inputs, then what its own formulas make of them."""
         return dict(self.sample.values) | module.SPEC.extents[tuple(c for _, c in self.sample.choice)](
-            self.sample.values
+            **self.sample.values
         )
 
 

@@ -31,7 +31,7 @@ from poolwright.runtime import jit
 from poolwright.runtime.errors import CompileError
 from poolwright.runtime.tools import cases, package, verify
 
-POOLS = ("mha", "mla")
+POOLS = ("mha", "mla", "dsa_indexer")
 SECONDS = 60
 BATCH = 40
 COUNTS = ("total", "vectors", "runs", "bytes", "count")
@@ -294,6 +294,8 @@ class Runner:
 
     def _switch(self, folder: Path) -> None:
         """Rewrite a copied pool so that every switched site asks for its number."""
+        if not any(site.pool == folder.name for site in self._switches):
+            return
         for file in ("layout.h", "kernels.cu", "host.cpp"):
             text = (folder / file).read_text()
             mine = [(s, n) for s, n in self._switches.items() if (s.pool, s.file) == (folder.name, file)]

@@ -119,8 +119,13 @@ def arrange(
         tensor = tensors[part.name].permute([list(part.axes).index(a) for a in (*left, *right)] + [-1])
         block = _flatten(tensor, right, padding)
         blocks.append(block if part.present else block[..., :0])
-    row = _side_by_side(blocks, [part.align if part.present else 1 for part in parts])
+    row = _side_by_side(blocks, [1 if _leaves_no_trace(part) else part.align for part in parts])
     return _flatten(row, left, padding)
+
+
+def _leaves_no_trace(part: Part) -> bool:
+    """A part that is not there, or whose element is empty, aligns nothing."""
+    return not part.present or any(not n for axis, n in part.axes.items() if axis not in OUTER)
 
 
 def _flatten(tensor: torch.Tensor, axes: Sequence[str], padding: Mapping[str, Padding]) -> torch.Tensor:

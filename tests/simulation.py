@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from poolwright.generated.groups.qwen3_next import Qwen3NextHostPoolGroup
+from poolwright.generated.groups.kimi_linear import KimiLinearHostPoolGroup
 from poolwright.generated.groups.swa_full import SwaFullHostPoolGroup
 from poolwright.generated.groups.target_draft import TargetDraftHostPoolGroup
 from poolwright.generated.pools.kda_state.pool import KdaStatePoolHost
@@ -172,8 +172,8 @@ class GroupConfig:
 
 GROUPS = (
     GroupConfig(
-        Qwen3NextHostPoolGroup,
-        {"kv": _mha("page_first", 3, (1, 4)), "state": _kda("page_record", (0, 2, 3))},
+        KimiLinearHostPoolGroup,
+        {"kv": _mla("page_first", 3, (1, 4)), "state": _kda("page_record", (0, 2, 3))},
         {"kv": "full_attention_layers", "state": "linear_attention_layers"},
     ),
     GroupConfig(

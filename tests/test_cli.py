@@ -191,7 +191,9 @@ def test_other_command_lines_go_to_the_application(words: list[str]) -> None:
 
 
 def test_class_names() -> None:
-    assert class_name("my_pool") == "MyPoolPoolHost"
+    assert class_name("my_pool") == "MyPoolHost"
+    assert class_name("pool") == "PoolHost"
+    assert class_name("kda_state") == "KdaStatePoolHost"
     assert class_name("mla2") == "Mla2PoolHost"
 
 
@@ -285,7 +287,7 @@ def test_show_without_numbers_is_symbolic(filled: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "symbolic; give numbers with --set name=value" in out
     assert "kv_lora_rank + qk_rope_head_dim" in out
-    assert out.count("one: form per_layer, layout ") == 4
+    assert out.count("one: form per_layer, layout ") == 5
 
 
 def test_show_as_text(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from poolwright.generated import (
     KdaStatePoolHost,
+    KimiLinearHostPoolGroup,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
-    Qwen3NextHostPoolGroup,
 )
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.indices import Batch
@@ -386,7 +386,7 @@ def hybrid_tensors(seed: int) -> dict[str, dict[str, Any]]:
     def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randint(-99, 99, shape, generator=generator).to(dtype).cuda()
 
-    kv = {"k": [made(160, 2, 8) for _ in FULL], "v": [made(160, 2, 24) for _ in FULL]}
+    kv = {"kv": [made(160, 1, 24) for _ in FULL]}
     state = {"temporal": made(4, 24, 2, 16, 16, dtype=torch.float32), "conv": made(4, 24, 3, 96)}
     return {"kv": kv, "state": {**state, "ngram": made(24, 2, dtype=torch.int64)}}
 
@@ -400,11 +400,11 @@ def flat(tensors: dict[str, dict[str, Any]]) -> list[torch.Tensor]:
 
 @pytest.fixture
 def group() -> Iterator[Any]:
-    made = Qwen3NextHostPoolGroup(
+    made = KimiLinearHostPoolGroup(
         full_attention_layers=FULL,
         linear_attention_layers=LINEAR,
         page_size=P,
-        kv={"heads": 2, "head_dim": 8, "v_head_dim": 24, "dtype": torch.bfloat16},
+        kv={"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": torch.bfloat16},
         state={
             **{"heads": 2, "head_dim": 16, "kernel": 4, "ngram": 2},
             **{"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16},
@@ -433,9 +433,9 @@ def holds(
     """Whether the rows of these device pages are what they were."""
     rows, slots = tokens(ids["kv"][1]).cuda(), ids["state"][1].cuda()
     now = flat(tensors)
-    same = [torch.equal(a[rows], b[rows]) for a, b in zip(now[:4], old[:4], strict=True)]
-    same += [torch.equal(a[:, slots], b[:, slots]) for a, b in zip(now[4:6], old[4:6], strict=True)]
-    return all(same) and torch.equal(now[6][slots], old[6][slots])
+    same = [torch.equal(a[rows], b[rows]) for a, b in zip(now[:2], old[:2], strict=True)]
+    same += [torch.equal(a[:, slots], b[:, slots]) for a, b in zip(now[2:4], old[2:4], strict=True)]
+    return all(same) and torch.equal(now[4][slots], old[4][slots])
 
 
 @pytest.mark.parametrize("path", MIXES, ids=lambda mix: "-".join(mix.values()))
@@ -474,18 +474,18 @@ def test_layers_of_a_group_come_in_one_order_and_are_told_one_by_one(group: Any)
     with torch.cuda.stream(reader):
         for layer in range(6):
             ticket.wait_layer(layer, reader)
-            where = tensors["kv"]["v"][FULL.index(layer)] if layer in FULL else tensors["state"]["temporal"]
+            where = tensors["kv"]["kv"][FULL.index(layer)] if layer in FULL else tensors["state"]["temporal"]
             seen[layer] = (where if layer in FULL else where[LINEAR.index(layer)]).clone()
     torch.cuda.synchronize()
     assert holds(tensors, old, ids)
     rows, slots = tokens(ids["kv"][1]).cuda(), ids["state"][1].cuda()
-    assert all(torch.equal(seen[layer][rows], old[2 + at][rows]) for at, layer in enumerate(FULL))
-    assert all(torch.equal(seen[layer][slots], old[4][at][slots]) for at, layer in enumerate(LINEAR))
+    assert all(torch.equal(seen[layer][rows], old[at][rows]) for at, layer in enumerate(FULL))
+    assert all(torch.equal(seen[layer][slots], old[2][at][slots]) for at, layer in enumerate(LINEAR))
     for tensor in flat(tensors):
         tensor.fill_(5)
     group.load(ids, "page", layers=[5, 0]).wait()
-    assert torch.equal(tensors["kv"]["k"][1][rows], old[1][rows])
-    assert bool((tensors["kv"]["k"][0] == 5).all()) and bool((tensors["state"]["conv"][1] == 5).all())
+    assert torch.equal(tensors["kv"]["kv"][1][rows], old[1][rows])
+    assert bool((tensors["kv"]["kv"][0] == 5).all()) and bool((tensors["state"]["conv"][1] == 5).all())
 
 
 def test_ids_of_a_group_may_lie_on_the_device(group: Any) -> None:

@@ -16,7 +16,8 @@ from poolwright.runtime.tools import cases
 from poolwright.runtime.tools.samples import samples
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-PROGRAMS = [(name, *pair) for name in generated.POOLS for pair in generated.pool_class(name).spec.programs]
+SPECS = {name: generated.pool_class(name).spec for name in generated.POOLS}
+PROGRAMS = [(name, *pair) for name, spec in SPECS.items() if spec.parts for pair in spec.programs]
 # Each program once, architectures and sizes in turn: this is what every run compiles.
 SPREAD = [(*program, ARCHS[turn % len(ARCHS)], turn % 2) for turn, program in enumerate(PROGRAMS)]
 ALL = [(*program, arch, sizes) for program in PROGRAMS for arch in ARCHS for sizes in (0, 1)]

@@ -43,9 +43,9 @@ class Formulas:
         module = built.python()
         sizes = built.sizes(module)
         spec = module.SPEC
-        self.host: HostLayout = spec.layouts["host"].numbers(sizes, pages)
-        self.device = spec.forms["device"].numbers(sizes)
-        self.walks = spec.programs["device", "host"].walks(sizes)
+        self.host: HostLayout = spec.layouts["host"].numbers(pages, **sizes)
+        self.device = spec.forms["device"].numbers(**sizes)
+        self.walks = spec.programs["device", "host"].walks(**sizes)
 
     def constants(self, align: int) -> list[int]:
         return numbers(self.host, self.device, self.walks, align)

@@ -20,6 +20,10 @@ PAGES = 6
 DEVICE_PAGES = 9
 
 
+def pool_has_bytes(name: str) -> bool:
+    return bool(generated.pool_class(name).spec.components)
+
+
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_pool_against_the_oracle(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POOLWRIGHT_OPTIMIZE", "1")
@@ -31,7 +35,8 @@ def test_pool_against_the_oracle(name: str, layout: str, monkeypatch: pytest.Mon
     finally:
         torch.set_num_threads(threads)
     assert [result.difference for result in results if result.difference] == []
-    assert all(result.cases > 100 for result in results)
+    least = 100 if pool_has_bytes(name) else 10
+    assert all(result.cases > least for result in results)
 
 
 # ---- one small pool ---------------------------------------------------------------------------
@@ -368,8 +373,8 @@ def test_staging_is_bounded_in_bytes() -> None:
     [
         (
             {"layout": "rows"},
-            "mla: layout: expected one of layer_first, page_first, page_first_direct, page_record, "
-            "got 'rows'",
+            "mla: layout: expected one of layer_first, page_first, page_first_direct, page_unified, "
+            "page_record, got 'rows'",
         ),
         ({"form": "rows"}, "mla: form: expected one of per_layer, got 'rows'"),
         ({"kv_lora_rank": 0}, "mla: kv_lora_rank: expected at least 1, got 0"),

@@ -60,6 +60,18 @@ def test_the_four_steps_to_a_pool_work(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
 
+def test_every_pool_is_listed() -> None:
+    rows = []
+    for file in sorted((ROOT / "specs").glob("*.yaml")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        summary = next(
+            (line.removeprefix("summary: ") for line in lines if line.startswith("summary: ")), None
+        )
+        rows += [] if summary is None else [f"| [`{file.stem}`](specs/{file.name}) | {summary} |"]
+    table = README.split("<!-- table: pools -->")[1].split("\n\n")[0].splitlines()
+    assert table[3:] == rows
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), f"README.md links to {target}, which is not there"

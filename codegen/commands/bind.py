@@ -42,7 +42,7 @@ def bind(pool: ir.Pool, words: Sequence[str]) -> Bound:
             choices[name] = _one_of(name, value, [choice for choice, _ in variants[name].choices])
         else:
             numbers |= _numbers(pool, name, value)
-    return Bound(numbers, dtypes, choices, tuple(words))
+    return Bound(_defaults(pool) | numbers, dtypes, choices, tuple(words))
 
 
 def values(pool: ir.Pool, bound: Bound, choice: tuple[tuple[str, str], ...]) -> dict[str, Expr]:
@@ -72,7 +72,7 @@ def resolve(value: Expr, known: Mapping[str, Expr]) -> int | str:
     """The number, or the text of what stays symbolic."""
     for _ in range(8):  # a padded row is made of extents, and those of parameters
         value = expr.substitute(value, known)
-    return value.value if isinstance(value, Int) else expr.to_python(value)
+    return value.value if isinstance(value, Int) else expr.to_text(value)
 
 
 def _numbers(pool: ir.Pool, name: str, value: str) -> dict[str, int]:
@@ -88,16 +88,28 @@ def _numbers(pool: ir.Pool, name: str, value: str) -> dict[str, int]:
     param = params[name]
     if param.equals is not None:
         raise InputError(
-            f"--set {name}={value}: {name} is {expr.to_python(param.equals)}; set what it is made of"
+            f"--set {name}={value}: {name} is {expr.to_text(param.equals)}; set what it is made of"
         )
     if param.length is None:
         return {name: _checked(param, value)}
     parts = value.split(",")
-    if len(parts) != param.length:
+    if len(parts) > param.length or (len(parts) < param.length and param.default is None):
         raise InputError(
             f"--set {name}={value}: expected {param.length} integers with commas, got {len(parts)}"
         )
     return {f"{name}_{i}": _checked(param, part) for i, part in enumerate(parts)}
+
+
+def _defaults(pool: ir.Pool) -> dict[str, int]:
+    """The parameters that need not be set."""
+    found: dict[str, int] = {}
+    for param in pool.params:
+        if param.default is not None:
+            names = (
+                [param.name] if param.length is None else [f"{param.name}_{i}" for i in range(param.length)]
+            )
+            found |= dict.fromkeys(names, param.default)
+    return found
 
 
 def _checked(param: ir.Param, value: str) -> int:
@@ -128,7 +140,7 @@ def _require(pool: ir.Pool, known: Mapping[str, Expr]) -> None:
     for cond in pool.require:
         filled = expr.substitute_cond(cond, known)
         if not expr.symbols(filled) and not expr.holds(filled, {}):
-            raise InputError(f"pool {pool.name} requires {expr.cond_to_python(cond)}; set other values")
+            raise InputError(f"pool {pool.name} requires {expr.cond_to_text(cond)}; set other values")
 
 
 def _sized(name: str, size: Expr) -> None:

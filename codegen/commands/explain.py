@@ -30,8 +30,11 @@ def run(name: str) -> int:
         return 0
     pool = find_pool(specs, name)
     (lowered,) = lower_pools([pool], specs)
-    for line in (*_head(pool), *_params(pool), *_components(pool), *_forms(pool), *_layouts(lowered)):
+    for line in (*_head(pool), *_params(pool)):
         print(line)
+    if pool.components:
+        for line in (*_components(pool), *_forms(pool), *_layouts(lowered)):
+            print(line)
     return 0
 
 
@@ -39,9 +42,9 @@ def _head(pool: ir.Pool) -> Iterator[str]:
     yield f"{pool.name} becomes the class {pool.class_name}. {pool.summary}"
     yield _INDEX[pool.index.unit]
     if pool.index.space is not None:
-        row = "i" if pool.index.row is None else expr.to_python(pool.index.row)
+        row = "i" if pool.index.row is None else expr.to_text(pool.index.row)
         yield f"Indices i come from the index space {pool.index.space}; the row is {row}."
-    yield _UPDATES[pool.updates]
+    yield _UPDATES[pool.updates] if pool.components else "It has no components: ids, and nothing to move."
     if pool.reserved:
         rows = ", ".join(map(str, pool.reserved))
         yield f"Device rows {rows} are reserved: never copied in either direction."
@@ -65,32 +68,33 @@ def _params(pool: ir.Pool) -> Iterator[str]:
     for variant in pool.variants:
         yield f"  {variant.name}: one of {', '.join(choice for choice, _ in variant.choices)}"
     for cond in pool.require:
-        yield f"  required: {expr.cond_to_python(cond)}"
+        yield f"  required: {expr.cond_to_text(cond)}"
 
 
 def _bounds(param: ir.Param) -> str:
     if param.equals is not None:
-        return f"computed, {expr.to_python(param.equals)}"
+        return f"computed, {expr.to_text(param.equals)}"
     what = "an integer" if param.length is None else f"{param.length} integers"
+    default = "" if param.default is None else f", {param.default} when not given"
     least = "" if param.min is None else f", at least {param.min}"
     most = "" if param.max is None else f", at most {param.max}"
     choices = f", one of {', '.join(map(str, param.one_of))}" if param.one_of else ""
-    return f"{what}{least}{most}{choices}"
+    return f"{what}{least}{most}{choices}{default}"
 
 
 def _components(pool: ir.Pool) -> Iterator[str]:
     yield ""
     yield "Components"
     for component in pool.components:
-        shape = " x ".join(f"{dim.name} ({expr.to_python(dim.size)})" for dim in component.dims)
+        shape = " x ".join(f"{dim.name} ({expr.to_text(dim.size)})" for dim in component.dims)
         yield f"  {component.name}: {shape} of {_storage(component.storage)}, {_rows(pool, component)}"
         if component.when is not None:
-            yield f"    only when {expr.cond_to_python(component.when)}"
+            yield f"    only when {expr.cond_to_text(component.when)}"
         if component.shard is not None:
             axes = ", ".join(f"{axis} over {ranks}" for axis, ranks in component.shard.axes)
             yield f"    split over ranks: {axes}; sizes are those of one rank"
     for record in pool.records:
-        pad = expr.to_python(record.pad_to)
+        pad = expr.to_text(record.pad_to)
         yield f"  {record.name}: {', '.join(record.holds)} in one row, in multiples of {pad} bytes"
 
 
@@ -114,7 +118,7 @@ def _forms(pool: ir.Pool) -> Iterator[str]:
         for axis in form.any_stride:
             yield f"    the stride of {axis} is read from the tensor at bind"
         if form.base is not None:
-            yield f"    page 0 starts at row {expr.to_python(form.base)}"
+            yield f"    page 0 starts at row {expr.to_text(form.base)}"
 
 
 def _layouts(lowered: ir.Lowered) -> Iterator[str]:

@@ -30,8 +30,10 @@ def run(name: str, *, like: str) -> int:
 
 
 def class_name(name: str) -> str:
-    """``my_pool`` becomes ``MyPoolPoolHost``."""
-    return "".join(part.capitalize() for part in name.split("_")) + "PoolHost"
+    """``kda_state`` becomes ``KdaStatePoolHost``, ``my_pool`` becomes ``MyPoolHost``."""
+    words = name.split("_")
+    words = words[:-1] if words[-1] == "pool" else words
+    return "".join(word.capitalize() for word in words) + "PoolHost"
 
 
 def adapt(text: str, name: str, like: str) -> str:

@@ -46,7 +46,7 @@ def _item(item: ir.Item, known: Known) -> dict[str, Any]:
     return {
         "name": item.name,
         "itemsize": resolve(item.itemsize, known),
-        "when": None if item.present is None else expr.cond_to_python(item.present),
+        "when": None if item.present is None else expr.cond_to_text(item.present),
         "absent": _absent(item, known),
         "device": device,
         "host": host,

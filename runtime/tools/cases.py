@@ -89,14 +89,18 @@ class Bench:
 
     def _watch(self, pool: HostPool, sample: Sample) -> None:
         """Lay out host bytes and device tensors by the oracle."""
+        self.host_pages, self.device_pages = pool.page_num, pool.page_num + DEVICE_PAGES - HOST_PAGES
         self.pool, self.spec, self.sample, layout, form = pool, pool.spec, sample, pool.layout, pool.form
         sizes, dtypes, variants = self.pool.sizes, sample.dtypes, sample.variants
         self._facts = (self.spec, sizes, dtypes, variants)
-        self.host = oracle.host(*self._facts, layout, HOST_PAGES)
+        self.host = oracle.host(*self._facts, layout, self.host_pages)
         self.device = oracle.device(
-            *self._facts, form, DEVICE_PAGES, self.pool.layers, sample.shift, self.pool.device
+            *self._facts, form, self.device_pages, self.pool.lists, sample.shift, self.pool.device
         )
         self._random = torch.Generator().manual_seed(20)
+        self._padding = torch.ones(self.host.nbytes, dtype=torch.bool)
+        for at in self.host.bytes:
+            self._padding[at.at] = False
         self._places = {at.name: at for at in self.device.bytes}
 
     def close(self) -> None:
@@ -108,7 +112,7 @@ class Bench:
     def sizes(self) -> Iterator[str]:
         """Everything that can be compared without a transfer, one text each."""
         yield self._paths()
-        for pages in (1, 3, HOST_PAGES):
+        for pages in (1, 3, self.host_pages):
             found = oracle.host(*self._facts, self.pool.layout, pages)
             layout = self.pool.host_layout(pages)
             yield self._layout(layout, found, pages)
@@ -119,6 +123,8 @@ class Bench:
 
     def _paths(self) -> str:
         """Nothing is compared by a path that is not there."""
+        if not self.spec.components:
+            return ""  # there is nothing to move
         missing = [path for path in self.pool.path_report() if not path.available]
         wanted = [p for p in missing if p.path != "host" or self.pool.device.type == "cpu"]
         return "".join(f"path {path.path} cannot run: {path.reason}" for path in wanted[:1])
@@ -163,7 +169,7 @@ class Bench:
             own = torch.arange(pages).view(-1, *[1] * (at.at.dim() - 1))
             if not bool((owner[at.at] == own).all()):
                 return f"{at.name}: ranges of {pages} pages do not hold the bytes of their page"
-        inside = torch.cat([at.at.flatten() for at in found.bytes]).numel()
+        inside = sum(at.at.numel() for at in found.bytes)
         gaps = layout.nbytes - inside
         uncovered = int((owner == -1).sum())
         return "" if uncovered <= gaps else f"{uncovered} bytes are in no range, but only {gaps} are gaps"
@@ -209,6 +215,7 @@ class Bench:
             seen = view.cpu().permute([names.index(axis) for axis in part.names])
             if not torch.equal(seen, memory[expected.at]):
                 return f"staging_{part.ident} does not show the bytes of {part.name}"
+        pool.staging.tensor.zero_()  # as it was: padding in it is copied with a page
         return ""
 
     # ---- transfers
@@ -217,7 +224,9 @@ class Bench:
         """Every transfer to compare, in a fixed order: one of each kind in turn: faults show early."""
         paths = [path.path for path in self.pool.path_report() if path.available]
         single = [path for path in paths if path != "staged"]  # no range of the copy engine is part of a page
-        kinds = [self._whole_pages(paths), self._layered(single), self._runs(paths), self._special(paths)]
+        kinds = [self._whole_pages(paths), self._runs(paths), self._special(paths)]
+        if self.pool.program.has_layers:
+            kinds.insert(1, self._layered(single))
         if self.pool.program.tokens and self.pool.page_size > 1:
             kinds.insert(1, self._tokens(single))
         if "zero_copy" in paths:
@@ -237,7 +246,7 @@ class Bench:
 
     def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
         """Neighbours on one side or both, and runs that end at the last page."""
-        host, device = torch.arange(HOST_PAGES), self._free()
+        host, device = torch.arange(self.host_pages), self._free()
         for direction, path in itertools.product(("write_back", "load"), paths):
             yield Case(direction, path, "page", host[-40:], device[-40:])
             yield Case(direction, path, "token", host[:40], self.ids(40)[1])
@@ -267,8 +276,9 @@ class Bench:
             for direction in ("write_back", "load"):
                 yield Case(direction, path, "token", *self.ids(count), shuffled=True)
             load = Case("load", path, "token", *self.ids(count), shuffled=True)
-            yield replace(load, layers=self.pool.layers[-1:])
             yield replace(load, order="layer", dtype=torch.int32)
+            if self.pool.program.has_layers:
+                yield replace(load, layers=self.pool.layers[-1:])
 
     def _last_rounds(self) -> Iterator[Case]:
         """Counts whose very last vector is a lane's first in its last round: a bound of one less drops it."""
@@ -277,7 +287,7 @@ class Bench:
             tokens, layers = "tokens" in walk.name, self.pool.layers[:1] if "layer" in walk.name else None
             each = walk.runs * walk.atom // walk.vector(16) * (self.pool.page_size if tokens else 1)
             counts = (
-                c for c in range(1, HOST_PAGES) if each and (c * each - 1) % (LANES * IN_FLIGHT) < LANES
+                c for c in range(1, self.host_pages) if each and (c * each - 1) % (LANES * IN_FLIGHT) < LANES
             )
             count = next(counts, None)
             if count is not None and (program.tokens or not tokens):
@@ -290,12 +300,12 @@ class Bench:
     def ids(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """So many pages of each side, in no order."""
         free = self._free()
-        host = torch.randperm(HOST_PAGES, generator=self._random)[:count]
+        host = torch.randperm(self.host_pages, generator=self._random)[:count]
         return host, free[torch.randperm(len(free), generator=self._random)[:count]]
 
     def _free(self) -> torch.Tensor:
         """Device pages that may be moved."""
-        return torch.tensor([page for page in range(DEVICE_PAGES) if page not in self.spec.reserved])
+        return torch.tensor([page for page in range(self.device_pages) if page not in self.spec.reserved])
 
     def transfer(self, case: Case) -> str:
         """Submit one transfer and compare both sides, whole; the first difference in words, or ""."""
@@ -311,6 +321,7 @@ class Bench:
     def begin(self, case: Case) -> Before:
         """Fill both sides anew; what they hold, and the ids to hand over."""
         host, arena = self._bytes(self.host.nbytes), self._bytes(self.device.arena.numel())
+        host[self._padding] = 0  # as it always is: the copy engine takes it along with a page
         self.pool.kv_buffer.copy_(host)
         self.device.arena.copy_(arena)
         ids = self._lists(case)
@@ -362,7 +373,8 @@ class Bench:
                 over = over.movedim(axis, 0)
                 here = here.movedim(axis, 0)
                 if case.layers is not None:
-                    chosen = [self.pool.layers.index(layer) for layer in case.layers]
+                    mine = self.pool.lists[at.layers or ""]
+                    chosen = [mine.index(layer) for layer in case.layers if layer in mine]
                     here, over = here[chosen], over[chosen]
             elif first_only:
                 continue  # a component without layers comes with the first one

@@ -133,7 +133,7 @@ def _units(pool_class: type[HostPool], args: argparse.Namespace) -> list[Unit]:
             continue
         for sample in _sized(pool_class, args):
             program = cases.sized(pool_class, sample, form, layout)
-            kinds = HOST_KINDS if args.device == "cpu" else program.parts
+            kinds = HOST_KINDS if args.device == "cpu" and program.device else program.parts
             words = command(spec, sample, form, layout, args)
             found += [replace(program.unit(kind, args.align), arguments=words) for kind in kinds]
     return list(dict.fromkeys(found))
@@ -195,10 +195,12 @@ def _sized(pool_class: type[HostPool], args: argparse.Namespace) -> Sequence[Sam
     for name in given:
         if name not in known:
             raise package.PackageError(f"--set: {spec.name} has no {name!r}; known are {', '.join(known)}")
-    missing = [name for name in known if name not in given]
+    defaults = {p.name: (p.default,) * (p.length or 1) for p in spec.params if p.default is not None}
+    missing = [name for name in known if name not in given and name not in defaults]
     if missing:
         raise package.PackageError(f"--set: {spec.name} also needs {', '.join(missing)}")
-    numbers = {name: _integers(name, text) for name, text in given.items() if name not in spec.variants}
+    numbers: dict[str, tuple[int, ...]] = dict(defaults)
+    numbers |= {name: _integers(name, text) for name, text in given.items() if name not in spec.variants}
     sample = Sample(
         name="given",
         params={n: numbers[n] if length else _one(n, numbers[n]) for n, length in params.items()},

@@ -10,7 +10,7 @@ from typing import Any
 from poolwright.runtime.description import bind_params, size_of
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.program import GroupProgram, SizedProgram, folder_of
-from poolwright.runtime.tools.cases import COUNTS, HOST_PAGES, STAGING_PAGES, Bench, Case
+from poolwright.runtime.tools.cases import Bench, Case
 from poolwright.runtime.tools.samples import (
     LAYERS,
     ODD_PAGES,
@@ -23,6 +23,8 @@ from poolwright.runtime.tools.samples import (
 )
 
 NAMES = ("odd", "wide")
+HOST_PAGES, STAGING_PAGES = 13, 2
+COUNTS = (1, 11)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,11 @@ class GroupBench:
         self.benches = {name: Bench.of(pool, sample.members[name]) for name, pool in self.group.pools.items()}
         self.group.bind(
             {name: bench.device.tensors for name, bench in self.benches.items()},
-            {name: bench.device.layer_ids for name, bench in self.benches.items()},
+            {
+                name: bench.device.layer_ids
+                for name, bench in self.benches.items()
+                if bench.device.layer_ids is not None
+            },
         )
 
     def close(self) -> None:
@@ -131,7 +137,7 @@ class GroupBench:
         turns = [[path] * len(own) for path in paths]
         turns += [[paths[(turn + at) % len(paths)] for at in range(len(own))] for turn in range(len(paths))]
         units = itertools.cycle(("token", "page"))
-        for chosen, count, direction in itertools.product(turns, COUNTS[::4], ("write_back", "load")):
+        for chosen, count, direction in itertools.product(turns, COUNTS, ("write_back", "load")):
             yield self._case(direction, own, chosen, count, next(units))
         for name in own:
             yield self._case("load", [name], paths[:1], 5, "page")
@@ -139,7 +145,7 @@ class GroupBench:
         layers = sorted({layer for bench in self.benches.values() for layer in bench.pool.layers})
         for path in single:
             for some in (None, tuple(layers[::-2]), tuple(layers[1:2])):
-                yield self._case("load", own, [path] * len(own), 65, next(units), "layer", some)
+                yield self._case("load", own, [path] * len(own), 7, next(units), "layer", some)
 
     def _case(
         self,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +23,10 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed: a component or a record. `axes`: (name, extent) without `page`, in logical order."""
+    """What is placed: a component or a record. `axes`: (name, extent) without `page`, in logical order.
+
+    `layers`: its layer list.
+    """
 
     name: str
     ident: str
@@ -32,6 +34,7 @@ class Part:
     itemsize: int
     align: int
     dtype: torch.dtype
+    layers: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,11 +54,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Offsets of one component's bytes, shaped as `axes` say."""
+    """Offsets of one component's bytes, shaped as `axes` say. `layers`: its layer list."""
 
     name: str
     axes: tuple[str, ...]
     at: torch.Tensor
+    layers: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,13 @@ class Host:
 class Device:
     """An arena that holds every device tensor between guards. `tensors`: what `bind` takes.
 
-    `layer_ids`: what the lists in it hold. `bytes`: offsets into the arena of all pages.
+    `layer_ids`: what the lists in it hold, None for each component's own. `bytes`: offsets into the arena of
+    all pages.
     """
 
     arena: torch.Tensor
     tensors: Mapping[str, object]
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[int, ...] | None
     bytes: tuple[Bytes, ...]
 
 
@@ -105,7 +110,11 @@ def _component(
         align = size_of(component.align, sizes)
     absent = component.present is not None and not sizes[component.present]
     itemsize = 0 if absent else dtype.itemsize
-    return Part(component.name, component.ident, tuple(axes), itemsize, 1 if absent else align, dtype)
+    empty = absent or any(extent == 0 for name, extent in axes if name not in ("token", "layer"))
+    aligned = 1 if empty else align
+    return Part(
+        component.name, component.ident, tuple(axes), itemsize, aligned, dtype, layers=component.layers
+    )
 
 
 def _record(
@@ -114,7 +123,7 @@ def _record(
     first = next(c for c in spec.components if c.name == record.holds[0])
     outer = [(n, e) for n, e in _component(spec, first, sizes, dtypes).axes if n in ("token", "layer")]
     row = ("row", sizes[f"extent_{record.ident}_row"])
-    return Part(record.name, record.ident, (*outer, row), 1, 1, torch.uint8)
+    return Part(record.name, record.ident, (*outer, row), 1, 1, torch.uint8, layers=first.layers)
 
 
 def _members(
@@ -159,6 +168,8 @@ def _arrange(
     placed: Sequence[Part], order: Sequence[str], splits: Mapping[str, Sequence[str]], pages: int
 ) -> tuple[int, list[Bytes]]:
     """Bytes in all, and the offset of every byte, of parts laid out in `order`."""
+    if not placed:
+        return 0, []
     blocks: list[torch.Tensor] = []
     first = end = 0
     for part in placed:
@@ -185,7 +196,8 @@ def _arrange(
     found, at = [], 0
     for part in placed:
         count = math.prod(part.shape(pages))
-        found.append(Bytes(part.name, part.names, where[at : at + count].reshape(part.shape(pages))))
+        at_part = where[at : at + count].reshape(part.shape(pages))
+        found.append(Bytes(part.name, part.names, at_part, part.layers))
         at += count
     return flat.numel(), found
 
@@ -200,10 +212,13 @@ def _open_records(
     """Records taken apart into their components; what has no bytes is left out."""
     opened = [at for at in found if at.name not in {record.name for record in spec.records}]
     for record in spec.records:
-        whole = next(at for at in found if at.name == record.name)
+        whole = next((at for at in found if at.name == record.name), None)
+        if whole is None:
+            continue  # no component of it is there
         rows, outer = whole.at.squeeze(-1), whole.axes[:-2]
         for member in _members(spec, record, sizes, dtypes, variants):
-            opened.append(Bytes(member.name, (*outer, *member.axes[1:]), rows[..., member.at[0]]))
+            axes, at_member = (*outer, *member.axes[1:]), rows[..., member.at[0]]
+            opened.append(Bytes(member.name, axes, at_member, whole.layers))
     return tuple(at for at in opened if at.at.numel())
 
 
@@ -226,41 +241,32 @@ def host(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One device tensor in the arena: `offset` of its first item; axes as (name, extent, bytes a step)."""
+    """One device tensor in the arena: `offset` of its first byte, `first` of page 0 in it; axes as (name,
+    extent, bytes a step). `rows`: how many there are when pages and tokens are one dimension."""
 
-    part: Part
+    dtype: torch.dtype
     offset: int
-    end: int
+    first: int
     axes: tuple[tuple[str, int, int], ...]
-    base: int
-    spare: int
+    rows: int | None
 
     def bound(self, arena: torch.Tensor) -> torch.Tensor:
-        """The tensor as an engine has it: page and token merged where they are neighbours."""
-        axes = [(name, extent, step) for name, extent, step in self.axes]
-        names = [name for name, _, _ in axes]
-        at = names.index("page")
-        name, extent, step = axes[at]
-        if names[at + 1 : at + 2] == ["token"] and axes[at + 1][1] * axes[at + 1][2] == step:
-            _, tokens, row = axes.pop(at + 1)
-            axes[at] = ("page", self.base + extent * tokens + self.spare, row)
-        else:
-            axes[at] = (name, self.base + extent, step)
-        size = self.part.dtype.itemsize
-        made = torch.empty(0, dtype=self.part.dtype, device=arena.device)
+        """The tensor as an engine has it."""
+        axes = list(self.axes)
+        if self.rows is not None:
+            at = [name for name, _, _ in axes].index("page")
+            axes[at : at + 2] = [("row", self.rows, axes[at + 1][2])]
+        size = self.dtype.itemsize
+        made = torch.empty(0, dtype=self.dtype, device=arena.device)
         shape, strides = [e for _, e, _ in axes], [s // size for _, _, s in axes]
         return made.set_(arena.untyped_storage(), self.offset // size, shape, strides)
 
     def positions(self, pages: int) -> tuple[tuple[str, ...], torch.Tensor]:
-        """Axes and offsets of every byte of pages 0 and on."""
-        names = [name for name, _, _ in self.axes]
-        steps = dict((name, step) for name, _, step in self.axes)
-        row = steps["token"] if "token" in steps else steps["page"]
-        at = torch.tensor(self.offset + self.base * row)
+        """Axes and offsets of every item of pages 0 and on."""
+        at = torch.tensor(self.offset + self.first)
         for name, extent, step in self.axes:
-            count = pages if name == "page" else extent
-            at = at[..., None] + torch.arange(count) * step
-        return (*names, "byte"), at[..., None] + torch.arange(self.part.itemsize)
+            at = at[..., None] + torch.arange(pages if name == "page" else extent) * step
+        return tuple(name for name, _, _ in self.axes), at
 
 
 def device(
@@ -270,31 +276,41 @@ def device(
     variants: Mapping[str, str],
     form: str,
     pages: int,
-    layers: tuple[int, ...],
+    lists: Mapping[str, tuple[int, ...]],
     shift: int = 0,
     where: str | torch.device = "cpu",
 ) -> Device:
-    """Device tensors of a form with so many pages, in one arena; each starts `shift` bytes off 16."""
+    """Device tensors of a form with so many pages, in one arena; each starts `shift` bytes off 16.
+
+    `lists`: layer ids by list.
+    """
     placed = [part for part in parts(spec, sizes, dtypes) if not part.empty]
     chosen = spec.forms[form]
     listed = "layer" in chosen.tensors
+    used = {part.layers for part in placed if part.layers is not None}
+    single = lists[min(used)] if len(used) == 1 else None
     # Engines hold more layers than one pool keeps.
-    layer_ids = (0, *layers) if listed else layers
-    builder = _Arena(shift)
-    tensors: dict[str, Any] = {}
+    layer_ids = (0, *single) if listed and single is not None else single
+    arena = _Arena(shift)
+    made: dict[str, list[_Tensor]] = {}
     found: list[Bytes] = []
-    groups = [[part] for part in placed] if set(MARKERS) & set(chosen.tensors) else [placed]
-    for group in groups:
-        made = _group(builder, spec, chosen, chosen.first_row(sizes), group, pages, layer_ids)
-        name = group[0].name if set(MARKERS) & set(chosen.tensors) else spec.name
-        tensors[name] = made
-        found += _logical(group, made, pages, listed, layer_ids, layers)
-    arena = torch.zeros(builder.end + GUARD, dtype=torch.uint8, device=where)
+    apart = bool(set(MARKERS) & set(chosen.tensors))
+    tokens = sizes["page_size"] if has_tokens(spec) else 1
+    for group in [[part] for part in placed] if apart else [placed] if placed else []:
+        shape = _shape(spec, chosen, group, chosen.first_row(sizes), tokens, pages)
+        name = group[0].name if apart else spec.name
+        tabled = listed and "layer" in dict(group[0].axes)
+        layers = lists[group[0].layers or ""] if tabled else ()
+        ids = (layer_ids or layers) if tabled else (0,)
+        made[name] = [shape.at(arena) for _ in ids]
+        wanted = [made[name][ids.index(layer)] for layer in layers] if tabled else made[name]
+        found += shape.logical(group, wanted, tabled, pages)
+    memory = torch.zeros(arena.end + GUARD, dtype=torch.uint8, device=where)
     bound = {
-        name: [tensor.bound(arena) for tensor in made] if len(made) > 1 else made[0].bound(arena)
-        for name, made in tensors.items()
+        name: [tensor.bound(memory) for tensor in some] if len(some) > 1 else some[0].bound(memory)
+        for name, some in made.items()
     }
-    return Device(arena, bound, layer_ids, _open_records(spec, sizes, dtypes, variants, found))
+    return Device(memory, bound, layer_ids, _open_records(spec, sizes, dtypes, variants, found))
 
 
 GUARD = 160
@@ -313,60 +329,80 @@ class _Arena:
         return start
 
 
-def _group(
-    arena: _Arena,
-    spec: PoolSpec,
-    form: Form,
-    base: int,
-    group: Sequence[Part],
-    pages: int,
-    layer_ids: Sequence[int],
-) -> list[_Tensor]:
-    """The tensors of one component (or of all, where one tensor holds them side by side)."""
+@dataclass(frozen=True)
+class _Shape:
+    """What all tensors of a component, or of components side by side in one, look like.
+
+    `blocks`: components that differ are bytes of a block; where the bytes of each lie in it.
+    """
+
+    dtype: torch.dtype
+    axes: tuple[tuple[str, int, int], ...]
+    nbytes: int
+    first: int
+    rows: int | None
+    blocks: tuple[Bytes, ...]
+
+    def at(self, arena: _Arena) -> _Tensor:
+        return _Tensor(self.dtype, arena.take(self.nbytes), self.first, self.axes, self.rows)
+
+    def logical(
+        self, group: Sequence[Part], tensors: Sequence[_Tensor], tabled: bool, pages: int
+    ) -> list[Bytes]:
+        """Offsets of each part of a group in logical order."""
+        names = ["layer" if tabled else "table", *(name for name, _, _ in self.axes)]
+        whole = torch.stack([tensor.positions(pages)[1] for tensor in tensors])
+        found = []
+        for index, part in enumerate(group):
+            axes, at = list(names), whole
+            if self.blocks:
+                block = self.blocks[index]
+                axes, at = [*axes[:-1], *block.axes[1:]], at[..., block.at[0]]
+            else:
+                axes, at = [*axes, "byte"], at[..., None] + torch.arange(part.itemsize)
+            for gone, position in (("table", 0), ("component", index)):
+                if gone in axes:
+                    at = at.select(axes.index(gone), position)
+                    axes.remove(gone)
+            turned = at.permute([axes.index(axis) for axis in part.names])
+            found.append(Bytes(part.name, part.names, turned, part.layers))
+        return found
+
+
+def _shape(spec: PoolSpec, form: Form, group: Sequence[Part], base: int, tokens: int, pages: int) -> _Shape:
+    """One component's tensors, or those that all components of `group` share; page 0 at row `base`."""
     part = group[0]
-    if any(other.axes != part.axes or other.dtype != part.dtype for other in group):
-        raise ValueError(f"{spec.name}: one tensor holds components of unequal shape; verify cannot build it")
     order = [axis for axis in expand(form.order, part, spec.splits) if axis not in form.tensors]
+    extents, dtype = dict(part.axes), part.dtype
+    blocks: tuple[Bytes, ...] = ()
     if set(MARKERS) & set(form.tensors):
         order = [axis for axis in order if axis != "component"]
-    extents = {**dict(part.axes), "page": pages, "component": len(group)}
-    merged = order[order.index("page") + 1 : order.index("page") + 2] == ["token"]
-    spare = extents["token"] // 2 if merged and not form.any_stride and order[0] == "page" else 0
+    elif any(other.axes != part.axes or other.dtype != part.dtype for other in group):
+        left = order[: order.index("component")]
+        extents["block"], blocks = _blocks(spec, form, group, left)
+        order, dtype = [*left, "block"], torch.uint8
+    names = [*order, ""]
+    merged = names[names.index("page") + 1] == "token" and "page" not in form.any_stride
+    rows = base + pages * tokens + (tokens // 2 if order[0] == "page" else 0) if merged else None
+    extents |= {"page": base // tokens + pages, "component": len(group)}
     axes: list[tuple[str, int, int]] = []
-    step = part.dtype.itemsize
+    steps: dict[str, int] = {}
+    step = dtype.itemsize
     for axis in reversed(order):
-        step += 32 * (axis in form.any_stride)
+        step = align_up(step, part.align) if axis == "component" else step
+        steps[axis] = step = step + 32 * (axis in form.any_stride)
         axes.insert(0, (axis, extents[axis], step))
-        step *= extents[axis] + (base if axis == "page" and not merged else 0)
-    row = next((s for name, _, s in axes if name == "token"), 0) if merged else 0
-    nbytes = step + row * (spare + base)
-    count = len(layer_ids) if "layer" in form.tensors and "layer" in extents else 1
-    made = []
-    for _ in range(count):
-        start = arena.take(nbytes)
-        made.append(_Tensor(part, start, start + nbytes, tuple(axes), base, spare))
-    return made
+        step = rows * steps["token"] if axis == "page" and rows is not None else step * extents[axis]
+    first = base * steps["token"] if merged else base // tokens * steps["page"]
+    return _Shape(dtype, tuple(axes), step, first, rows, blocks)
 
 
-def _logical(
-    group: Sequence[Part],
-    made: Sequence[_Tensor],
-    pages: int,
-    listed: bool,
-    layer_ids: Sequence[int],
-    layers: Sequence[int],
-) -> list[Bytes]:
-    """Offsets of each part of a group in logical order."""
-    found = []
-    for index, part in enumerate(group):
-        wanted = [made[layer_ids.index(layer)] for layer in layers] if listed and len(made) > 1 else made
-        axes, _ = wanted[0].positions(1)
-        at = torch.stack([tensor.positions(pages)[1] for tensor in wanted])
-        names = ["layer" if listed and len(made) > 1 else "tensor", *axes]
-        if "tensor" in names:
-            at, names = at[0], names[1:]
-        if "component" in names:
-            at = at.select(names.index("component"), index)
-            names.remove("component")
-        found.append(Bytes(part.name, part.names, at.permute([names.index(axis) for axis in part.names])))
-    return found
+def _blocks(
+    spec: PoolSpec, form: Form, group: Sequence[Part], left: Sequence[str]
+) -> tuple[int, tuple[Bytes, ...]]:
+    """Bytes of unequal components side by side, and where each lies."""
+    outside = (*left, *form.tensors)
+    inside = [replace(part, axes=tuple(a for a in part.axes if a[0] not in outside)) for part in group]
+    marker = next(at for at, axis in enumerate(form.order) if axis in MARKERS)
+    flat, found = _arrange(inside, form.order[marker:], spec.splits, 1)
+    return flat, tuple(found)

@@ -55,9 +55,10 @@ def samples(pool_class: type[HostPool], turn: int = 0) -> tuple[Sample, ...]:
     return tuple(found)
 
 
-def unaligned(sample: Sample) -> Sample:
-    """The sample with device tensors that start at odd multiples of their itemsize."""
-    shift = max((dtype.itemsize for dtype in sample.dtypes.values()), default=8)
+def unaligned(spec: PoolSpec, sample: Sample) -> Sample:
+    """The sample with device tensors that start at odd multiples of the largest itemsize."""
+    fixed = [dtype_named(c.dtype) for c in spec.components if c.dtype is not None and not c.held]
+    shift = max((dtype.itemsize for dtype in (*sample.dtypes.values(), *fixed)), default=1)
     return replace(sample, name="unaligned", shift=shift)
 
 
@@ -125,7 +126,7 @@ def _search(
             refusal = str(error)
             continue
         rows = [row for row in _rows(spec, sizes, dtypes) if math.prod(row)]
-        if not rows:
+        if (spec.components and not rows) or not _whole_pages(spec, sizes, page_size):
             continue
         found = Sample(name, params, dtypes, listed, page_size, variants)
         ends = [row[-2:] for row in rows if len(row) > 1]
@@ -135,6 +136,11 @@ def _search(
     if spare is None:
         raise ValueError(f"{spec.name}: found no sizes that the pool takes; the last refusal: {refusal}")
     return spare
+
+
+def _whole_pages(spec: PoolSpec, sizes: Mapping[str, int], page_size: int) -> bool:
+    """Whether page 0 of every form starts at a whole page, as it must where pages and tokens lie apart."""
+    return not any(form.first_row(sizes) % page_size for form in spec.forms.values())
 
 
 def _candidates(

@@ -125,7 +125,7 @@ def targets(
                 if quick:
                     tried = tried[turn % 2 :: 2]
                 elif turn == 0:
-                    tried = (*tried, unaligned(tried[-1]))
+                    tried = (*tried, unaligned(spec, tried[-1]))
                 found += [Target(pool_class, a_form, a_layout, sample) for sample in tried]
     if not found:
         pairs = ", ".join(f"{f}/{y}" for n in names for f, y in generated.pool_class(n).spec.programs)
@@ -170,6 +170,8 @@ def precompile(wanted: Sequence[Target | GroupTarget]) -> int:
             units += [program.unit("atoms", 16) for program in group.programs if program.device]
             continue
         program = cases.sized(target.pool_class, target.sample, target.form, target.layout)
+        if not program.device:
+            continue  # no bytes, no code
         alignments = {16, math.gcd(16, target.sample.shift)}  # a pool is built for 16, then for its tensors
         units += [program.unit(kind, align) for kind in KINDS for align in alignments]
     units = list(dict.fromkeys(units))

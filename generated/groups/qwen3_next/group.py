@@ -11,7 +11,7 @@ import torch
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.group_plan import GroupBytes, GroupSpec, MemberSpec
 
-from ...pools.kda_state.pool import KdaStatePoolHost
+from ...pools.gated_delta_net.pool import GatedDeltaNetPoolHost
 from ...pools.mha.pool import MHATokenToKVPoolHost
 
 __all__ = ["Qwen3NextHostPoolGroup"]
@@ -23,18 +23,20 @@ class KvArguments(TypedDict):
     heads: int
     head_dim: int
     v_head_dim: int
+    head_groups: NotRequired[int]
     dtype: torch.dtype
     layout: NotRequired[str]
     form: NotRequired[str]
 
 
 class StateArguments(TypedDict):
-    """What state, a pool kda_state, is built with."""
+    """What state, a pool gated_delta_net, is built with."""
 
-    heads: int
-    head_dim: int
+    k_heads: int
+    v_heads: int
+    k_head_dim: int
+    v_head_dim: int
     kernel: int
-    ngram: int
     ssm_dtype: torch.dtype
     conv_dtype: torch.dtype
     layout: NotRequired[str]
@@ -47,7 +49,7 @@ SPEC = GroupSpec(
     anchor="kv",
     members={
         "kv": MemberSpec(MHATokenToKVPoolHost, layers={"layers": "full_attention_layers"}),
-        "state": MemberSpec(KdaStatePoolHost, layers={"layers": "linear_attention_layers"}, hit="trailing_pages", restore_with="kv"),
+        "state": MemberSpec(GatedDeltaNetPoolHost, layers={"layers": "linear_attention_layers"}, hit="trailing_pages", restore_with="kv"),
     },
     budget={
         "kv": 0.7,
@@ -62,7 +64,7 @@ class Qwen3NextHostPoolGroup(HostPoolGroup):
 
     spec = SPEC
     kv: MHATokenToKVPoolHost
-    state: KdaStatePoolHost
+    state: GatedDeltaNetPoolHost
 
     def __init__(
         self,

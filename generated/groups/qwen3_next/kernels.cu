@@ -11,6 +11,7 @@
 #define PW_heads PW_heads_OF_kv
 #define PW_head_dim PW_head_dim_OF_kv
 #define PW_v_head_dim PW_v_head_dim_OF_kv
+#define PW_head_groups PW_head_groups_OF_kv
 #define PW_page_size PW_page_size_OF_kv
 #define PW_layers PW_layers_OF_kv
 #define PW_itemsize_kv PW_itemsize_kv_OF_kv
@@ -21,6 +22,7 @@ namespace kv {
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
+#undef PW_head_groups
 #undef PW_page_size
 #undef PW_layers
 #undef PW_itemsize_kv
@@ -28,26 +30,28 @@ namespace kv {
 #define ONLY_kv(...)
 #endif
 
-// state: pool kda_state
+// state: pool gated_delta_net
 #ifdef PW_PROGRAM_OF_state
 #define ONLY_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_state
-#define PW_heads PW_heads_OF_state
-#define PW_head_dim PW_head_dim_OF_state
+#define PW_k_heads PW_k_heads_OF_state
+#define PW_v_heads PW_v_heads_OF_state
+#define PW_k_head_dim PW_k_head_dim_OF_state
+#define PW_v_head_dim PW_v_head_dim_OF_state
 #define PW_kernel PW_kernel_OF_state
-#define PW_ngram PW_ngram_OF_state
 #define PW_page_size PW_page_size_OF_state
 #define PW_layers PW_layers_OF_state
 #define PW_itemsize_ssm PW_itemsize_ssm_OF_state
 #define PW_itemsize_conv PW_itemsize_conv_OF_state
 namespace state {
-#include "../../pools/kda_state/kernels.cu"
+#include "../../pools/gated_delta_net/kernels.cu"
 }  // namespace state
 #undef PW_PROGRAM
-#undef PW_heads
-#undef PW_head_dim
+#undef PW_k_heads
+#undef PW_v_heads
+#undef PW_k_head_dim
+#undef PW_v_head_dim
 #undef PW_kernel
-#undef PW_ngram
 #undef PW_page_size
 #undef PW_layers
 #undef PW_itemsize_ssm

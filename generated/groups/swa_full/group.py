@@ -22,6 +22,7 @@ class FullArguments(TypedDict):
     heads: int
     head_dim: int
     v_head_dim: int
+    head_groups: NotRequired[int]
     dtype: torch.dtype
     layout: NotRequired[str]
     form: NotRequired[str]
@@ -33,6 +34,7 @@ class SwaArguments(TypedDict):
     heads: int
     head_dim: int
     v_head_dim: int
+    head_groups: NotRequired[int]
     dtype: torch.dtype
     layout: NotRequired[str]
     form: NotRequired[str]

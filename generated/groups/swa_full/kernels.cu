@@ -11,6 +11,7 @@
 #define PW_heads PW_heads_OF_full
 #define PW_head_dim PW_head_dim_OF_full
 #define PW_v_head_dim PW_v_head_dim_OF_full
+#define PW_head_groups PW_head_groups_OF_full
 #define PW_page_size PW_page_size_OF_full
 #define PW_layers PW_layers_OF_full
 #define PW_itemsize_kv PW_itemsize_kv_OF_full
@@ -21,6 +22,7 @@ namespace full {
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
+#undef PW_head_groups
 #undef PW_page_size
 #undef PW_layers
 #undef PW_itemsize_kv
@@ -35,6 +37,7 @@ namespace full {
 #define PW_heads PW_heads_OF_swa
 #define PW_head_dim PW_head_dim_OF_swa
 #define PW_v_head_dim PW_v_head_dim_OF_swa
+#define PW_head_groups PW_head_groups_OF_swa
 #define PW_page_size PW_page_size_OF_swa
 #define PW_layers PW_layers_OF_swa
 #define PW_itemsize_kv PW_itemsize_kv_OF_swa
@@ -45,6 +48,7 @@ namespace swa {
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
+#undef PW_head_groups
 #undef PW_page_size
 #undef PW_layers
 #undef PW_itemsize_kv

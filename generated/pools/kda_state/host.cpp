@@ -219,4 +219,49 @@ inline void describe_program(i64 pages, i64* out) {
 
 }  // namespace kda_state::stacked_page_record
 
+namespace kda_state::stacked_layer_first {
+
+// Every constant of the program, in the order in which pool.py has them.
+inline void describe_program(i64 pages, i64* out) {
+  out[0] = host_bytes(pages);
+  out[1] = page_bytes;
+  out[2] = host_temporal_base;
+  out[3] = host_temporal_layer(pages);
+  out[4] = host_temporal_page;
+  out[5] = host_temporal_head;
+  out[6] = host_temporal_v;
+  out[7] = host_temporal_k;
+  out[8] = device_temporal_head;
+  out[9] = device_temporal_v;
+  out[10] = device_temporal_k;
+  out[11] = atom_temporal_pages;
+  out[12] = runs_temporal_pages;
+  out[13] = vector_temporal_pages;
+  out[14] = atom_temporal_layer_pages;
+  out[15] = runs_temporal_layer_pages;
+  out[16] = vector_temporal_layer_pages;
+  out[17] = host_conv_base(pages);
+  out[18] = host_conv_layer(pages);
+  out[19] = host_conv_page;
+  out[20] = host_conv_tap;
+  out[21] = host_conv_channel;
+  out[22] = device_conv_tap;
+  out[23] = device_conv_channel;
+  out[24] = atom_conv_pages;
+  out[25] = runs_conv_pages;
+  out[26] = vector_conv_pages;
+  out[27] = atom_conv_layer_pages;
+  out[28] = runs_conv_layer_pages;
+  out[29] = vector_conv_layer_pages;
+  out[30] = host_ngram_base(pages);
+  out[31] = host_ngram_page;
+  out[32] = host_ngram_position;
+  out[33] = device_ngram_position;
+  out[34] = atom_ngram_pages;
+  out[35] = runs_ngram_pages;
+  out[36] = vector_ngram_pages;
+}
+
+}  // namespace kda_state::stacked_layer_first
+
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

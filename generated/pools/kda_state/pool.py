@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -27,135 +27,161 @@ from poolwright.runtime.pool import HostPool, RequiredBytes
 __all__ = ["KdaStatePoolHost"]
 
 
-def extents(sizes: Mapping[str, int]) -> dict[str, int]:
+def extents(*, head_dim: int, heads: int, kernel: int, ngram: int, **_: int) -> dict[str, int]:
     """Extents of the element axes, and which components are there."""
-    head_dim = sizes["head_dim"]
-    heads = sizes["heads"]
-    kernel = sizes["kernel"]
-    ngram = sizes["ngram"]
     present_ngram = int(ngram > 0)
-    extent_temporal_head = heads
-    extent_temporal_v = head_dim
-    extent_temporal_k = head_dim
-    extent_conv_tap = kernel - 1
-    extent_conv_channel = 3 * heads * head_dim
     extent_ngram_position = ngram
     return {
-        "extent_temporal_head": extent_temporal_head,
-        "extent_temporal_v": extent_temporal_v,
-        "extent_temporal_k": extent_temporal_k,
-        "extent_conv_tap": extent_conv_tap,
-        "extent_conv_channel": extent_conv_channel,
-        "extent_ngram_position": extent_ngram_position,
         "present_ngram": present_ngram,
+        "extent_temporal_head": heads,
+        "extent_temporal_v": head_dim,
+        "extent_temporal_k": head_dim,
+        "extent_conv_tap": kernel - 1,
+        "extent_conv_channel": 3 * heads * head_dim,
+        "extent_ngram_position": extent_ngram_position,
+        "align_ngram": 1 + 7 * (min(extent_ngram_position, 1) * present_ngram),
     }
 
 
-def host_page_first(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_first(pages: int, *, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first: [component, page, token, layer, element]."""
-    extent_conv_channel = sizes["extent_conv_channel"]
-    extent_conv_tap = sizes["extent_conv_tap"]
-    extent_ngram_position = sizes["extent_ngram_position"]
-    extent_temporal_head = sizes["extent_temporal_head"]
-    extent_temporal_k = sizes["extent_temporal_k"]
-    extent_temporal_v = sizes["extent_temporal_v"]
-    itemsize_conv = sizes["itemsize_conv"]
-    itemsize_ssm = sizes["itemsize_ssm"]
-    layers = sizes["layers"]
-    present_ngram = sizes["present_ngram"]
+    host_temporal_v = itemsize_ssm * extent_temporal_k
+    host_temporal_head = host_temporal_v * extent_temporal_v
+    host_temporal_layer = host_temporal_head * extent_temporal_head
+    host_temporal_page = host_temporal_layer * layers
+    host_conv_base = align_up(host_temporal_page * pages, itemsize_conv)
+    host_conv_tap = itemsize_conv * extent_conv_channel
+    host_conv_layer = host_conv_tap * extent_conv_tap
+    host_conv_page = host_conv_layer * layers
+    host_ngram_base = align_up(host_conv_base + host_conv_page * pages, align_ngram)
+    host_ngram_page = 8 * extent_ngram_position
     return HostLayout(
-        nbytes=align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers * pages, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers * pages, 1 + 7 * present_ngram) + 8 * extent_ngram_position * pages * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram)),
-        page_bytes=itemsize_ssm * layers * extent_temporal_head * extent_temporal_v * extent_temporal_k + itemsize_conv * layers * extent_conv_tap * extent_conv_channel + 8 * present_ngram * extent_ngram_position,
+        nbytes=align_up(host_ngram_base + host_ngram_page * pages * present_ngram, max(max(itemsize_ssm, itemsize_conv), align_ngram)),
+        page_bytes=host_temporal_page + host_conv_page + host_ngram_page * present_ngram,
         parts=(
             HostPart("temporal", base=0, axes=(
-                ("page", pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers),
-                ("layer", layers, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head),
-                ("head", extent_temporal_head, itemsize_ssm * extent_temporal_k * extent_temporal_v),
-                ("v", extent_temporal_v, itemsize_ssm * extent_temporal_k),
+                ("page", pages, host_temporal_page),
+                ("layer", layers, host_temporal_layer),
+                ("head", extent_temporal_head, host_temporal_head),
+                ("v", extent_temporal_v, host_temporal_v),
                 ("k", extent_temporal_k, itemsize_ssm),
             )),
-            HostPart("conv", base=align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers * pages, itemsize_conv), axes=(
-                ("page", pages, itemsize_conv * extent_conv_channel * extent_conv_tap * layers),
-                ("layer", layers, itemsize_conv * extent_conv_channel * extent_conv_tap),
-                ("tap", extent_conv_tap, itemsize_conv * extent_conv_channel),
+            HostPart("conv", base=host_conv_base, axes=(
+                ("page", pages, host_conv_page),
+                ("layer", layers, host_conv_layer),
+                ("tap", extent_conv_tap, host_conv_tap),
                 ("channel", extent_conv_channel, itemsize_conv),
             )),
-            HostPart("ngram", base=align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers * pages, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers * pages, 1 + 7 * present_ngram), axes=(
-                ("page", pages, 8 * extent_ngram_position),
+            HostPart("ngram", base=host_ngram_base, axes=(
+                ("page", pages, host_ngram_page),
                 ("position", extent_ngram_position, 8),
             )),
         ),
         ranges=(
-            PageRanges("temporal", base=0, left=(), nbytes=itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers),
-            PageRanges("conv", base=align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers * pages, itemsize_conv), left=(), nbytes=itemsize_conv * extent_conv_channel * extent_conv_tap * layers),
-            PageRanges("ngram", base=align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers * pages, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers * pages, 1 + 7 * present_ngram), left=(), nbytes=8 * extent_ngram_position),
+            PageRanges("temporal", base=0, left=(), nbytes=host_temporal_page),
+            PageRanges("conv", base=host_conv_base, left=(), nbytes=host_conv_page),
+            PageRanges("ngram", base=host_ngram_base, left=(), nbytes=host_ngram_page),
         ),
     )
 
 
-def host_page_record(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_record(pages: int, *, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> HostLayout:
     """Host bytes in layout page_record: [page, component, token, layer, element]."""
-    extent_conv_channel = sizes["extent_conv_channel"]
-    extent_conv_tap = sizes["extent_conv_tap"]
-    extent_ngram_position = sizes["extent_ngram_position"]
-    extent_temporal_head = sizes["extent_temporal_head"]
-    extent_temporal_k = sizes["extent_temporal_k"]
-    extent_temporal_v = sizes["extent_temporal_v"]
-    itemsize_conv = sizes["itemsize_conv"]
-    itemsize_ssm = sizes["itemsize_ssm"]
-    layers = sizes["layers"]
-    present_ngram = sizes["present_ngram"]
+    host_temporal_v = itemsize_ssm * extent_temporal_k
+    host_temporal_head = host_temporal_v * extent_temporal_v
+    host_temporal_layer = host_temporal_head * extent_temporal_head
+    host_conv_base = align_up(host_temporal_layer * layers, itemsize_conv)
+    host_conv_tap = itemsize_conv * extent_conv_channel
+    host_conv_layer = host_conv_tap * extent_conv_tap
+    host_ngram_base = align_up(host_conv_base + host_conv_layer * layers, align_ngram)
+    host_temporal_page = align_up(host_ngram_base + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), align_ngram))
     return HostLayout(
-        nbytes=align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram)) * pages,
-        page_bytes=align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram)),
+        nbytes=host_temporal_page * pages,
+        page_bytes=host_temporal_page,
         parts=(
             HostPart("temporal", base=0, axes=(
-                ("page", pages, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))),
-                ("layer", layers, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head),
-                ("head", extent_temporal_head, itemsize_ssm * extent_temporal_k * extent_temporal_v),
-                ("v", extent_temporal_v, itemsize_ssm * extent_temporal_k),
+                ("page", pages, host_temporal_page),
+                ("layer", layers, host_temporal_layer),
+                ("head", extent_temporal_head, host_temporal_head),
+                ("v", extent_temporal_v, host_temporal_v),
                 ("k", extent_temporal_k, itemsize_ssm),
             )),
-            HostPart("conv", base=align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv), axes=(
-                ("page", pages, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))),
-                ("layer", layers, itemsize_conv * extent_conv_channel * extent_conv_tap),
-                ("tap", extent_conv_tap, itemsize_conv * extent_conv_channel),
+            HostPart("conv", base=host_conv_base, axes=(
+                ("page", pages, host_temporal_page),
+                ("layer", layers, host_conv_layer),
+                ("tap", extent_conv_tap, host_conv_tap),
                 ("channel", extent_conv_channel, itemsize_conv),
             )),
-            HostPart("ngram", base=align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram), axes=(
-                ("page", pages, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))),
+            HostPart("ngram", base=host_ngram_base, axes=(
+                ("page", pages, host_temporal_page),
                 ("position", extent_ngram_position, 8),
             )),
         ),
         ranges=(
-            PageRanges(None, base=0, left=(), nbytes=align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))),
+            PageRanges(None, base=0, left=(), nbytes=host_temporal_page),
         ),
     )
 
 
-def device_stacked(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
+def host_layer_first(pages: int, *, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> HostLayout:
+    """Host bytes in layout layer_first: [component, layer, page, token, element]."""
+    host_temporal_v = itemsize_ssm * extent_temporal_k
+    host_temporal_head = host_temporal_v * extent_temporal_v
+    host_temporal_page = host_temporal_head * extent_temporal_head
+    host_temporal_layer = host_temporal_page * pages
+    host_conv_base = align_up(host_temporal_layer * layers, itemsize_conv)
+    host_conv_tap = itemsize_conv * extent_conv_channel
+    host_conv_page = host_conv_tap * extent_conv_tap
+    host_conv_layer = host_conv_page * pages
+    host_ngram_base = align_up(host_conv_base + host_conv_layer * layers, align_ngram)
+    host_ngram_page = 8 * extent_ngram_position
+    return HostLayout(
+        nbytes=align_up(host_ngram_base + host_ngram_page * pages * present_ngram, max(max(itemsize_ssm, itemsize_conv), align_ngram)),
+        page_bytes=host_temporal_page * layers + host_conv_page * layers + host_ngram_page * present_ngram,
+        parts=(
+            HostPart("temporal", base=0, axes=(
+                ("layer", layers, host_temporal_layer),
+                ("page", pages, host_temporal_page),
+                ("head", extent_temporal_head, host_temporal_head),
+                ("v", extent_temporal_v, host_temporal_v),
+                ("k", extent_temporal_k, itemsize_ssm),
+            )),
+            HostPart("conv", base=host_conv_base, axes=(
+                ("layer", layers, host_conv_layer),
+                ("page", pages, host_conv_page),
+                ("tap", extent_conv_tap, host_conv_tap),
+                ("channel", extent_conv_channel, itemsize_conv),
+            )),
+            HostPart("ngram", base=host_ngram_base, axes=(
+                ("page", pages, host_ngram_page),
+                ("position", extent_ngram_position, 8),
+            )),
+        ),
+        ranges=(
+            PageRanges("temporal", base=0, left=((layers, host_temporal_layer),), nbytes=host_temporal_page),
+            PageRanges("conv", base=host_conv_base, left=((layers, host_conv_layer),), nbytes=host_conv_page),
+            PageRanges("ngram", base=host_ngram_base, left=(), nbytes=host_ngram_page),
+        ),
+    )
+
+
+def device_stacked(*, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form stacked: tensors [component], each [layer, page, element]."""
-    extent_conv_channel = sizes["extent_conv_channel"]
-    extent_conv_tap = sizes["extent_conv_tap"]
-    extent_ngram_position = sizes["extent_ngram_position"]
-    extent_temporal_head = sizes["extent_temporal_head"]
-    extent_temporal_k = sizes["extent_temporal_k"]
-    extent_temporal_v = sizes["extent_temporal_v"]
-    itemsize_conv = sizes["itemsize_conv"]
-    itemsize_ssm = sizes["itemsize_ssm"]
-    layers = sizes["layers"]
+    device_temporal_v = itemsize_ssm * extent_temporal_k
+    device_temporal_head = device_temporal_v * extent_temporal_v
+    device_conv_tap = itemsize_conv * extent_conv_channel
     return (
         DevicePart("temporal", axes=(
             ("layer", layers, None),
             ("page", None, None),
-            ("head", extent_temporal_head, itemsize_ssm * extent_temporal_k * extent_temporal_v),
-            ("v", extent_temporal_v, itemsize_ssm * extent_temporal_k),
+            ("head", extent_temporal_head, device_temporal_head),
+            ("v", extent_temporal_v, device_temporal_v),
             ("k", extent_temporal_k, itemsize_ssm),
         )),
         DevicePart("conv", axes=(
             ("layer", layers, None),
             ("page", None, None),
-            ("tap", extent_conv_tap, itemsize_conv * extent_conv_channel),
+            ("tap", extent_conv_tap, device_conv_tap),
             ("channel", extent_conv_channel, itemsize_conv),
         )),
         DevicePart("ngram", axes=(
@@ -165,45 +191,50 @@ def device_stacked(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
     )
 
 
-def walks_stacked_page_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_stacked_page_first(*, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form stacked and layout page_first."""
-    extent_conv_channel = sizes["extent_conv_channel"]
-    extent_conv_tap = sizes["extent_conv_tap"]
-    extent_ngram_position = sizes["extent_ngram_position"]
-    extent_temporal_head = sizes["extent_temporal_head"]
-    extent_temporal_k = sizes["extent_temporal_k"]
-    extent_temporal_v = sizes["extent_temporal_v"]
-    itemsize_conv = sizes["itemsize_conv"]
-    itemsize_ssm = sizes["itemsize_ssm"]
-    layers = sizes["layers"]
-    present_ngram = sizes["present_ngram"]
+    atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head
+    atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap
+    atom_ngram_pages = 8 * extent_ngram_position
+    host_temporal_page = atom_temporal_pages * layers
+    host_conv_page = atom_conv_pages * layers
     return (
-        Walk("temporal", "pages", atom=itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k, runs=layers, grain=itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k),
-        Walk("temporal", "layer_pages", atom=itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k, runs=1, grain=itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k),
-        Walk("conv", "pages", atom=itemsize_conv * extent_conv_tap * extent_conv_channel, runs=layers, grain=gcd(itemsize_conv * extent_conv_tap * extent_conv_channel, gcd(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv))),
-        Walk("conv", "layer_pages", atom=itemsize_conv * extent_conv_tap * extent_conv_channel, runs=1, grain=gcd(itemsize_conv * extent_conv_tap * extent_conv_channel, gcd(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv))),
-        Walk("ngram", "pages", atom=8 * extent_ngram_position, runs=present_ngram, grain=gcd(8 * extent_ngram_position, gcd(gcd(gcd(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv), itemsize_conv * extent_conv_channel * extent_conv_tap * layers), 1 + 7 * present_ngram))),
+        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
+        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
+        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(atom_conv_pages, gcd(host_temporal_page, itemsize_conv))),
+        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(atom_conv_pages, gcd(host_temporal_page, itemsize_conv))),
+        Walk("ngram", "pages", atom=atom_ngram_pages, runs=present_ngram, grain=gcd(atom_ngram_pages, gcd(gcd(gcd(host_temporal_page, itemsize_conv), host_conv_page), align_ngram))),
     )
 
 
-def walks_stacked_page_record(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_stacked_page_record(*, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form stacked and layout page_record."""
-    extent_conv_channel = sizes["extent_conv_channel"]
-    extent_conv_tap = sizes["extent_conv_tap"]
-    extent_ngram_position = sizes["extent_ngram_position"]
-    extent_temporal_head = sizes["extent_temporal_head"]
-    extent_temporal_k = sizes["extent_temporal_k"]
-    extent_temporal_v = sizes["extent_temporal_v"]
-    itemsize_conv = sizes["itemsize_conv"]
-    itemsize_ssm = sizes["itemsize_ssm"]
-    layers = sizes["layers"]
-    present_ngram = sizes["present_ngram"]
+    atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head
+    atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap
+    atom_ngram_pages = 8 * extent_ngram_position
+    host_conv_base = align_up(atom_temporal_pages * layers, itemsize_conv)
+    host_ngram_base = align_up(host_conv_base + atom_conv_pages * layers, align_ngram)
+    host_temporal_page = align_up(host_ngram_base + atom_ngram_pages * present_ngram, max(max(itemsize_ssm, itemsize_conv), align_ngram))
     return (
-        Walk("temporal", "pages", atom=itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k, runs=layers, grain=gcd(itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram)))),
-        Walk("temporal", "layer_pages", atom=itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k, runs=1, grain=gcd(itemsize_ssm * extent_temporal_head * extent_temporal_v * extent_temporal_k, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram)))),
-        Walk("conv", "pages", atom=itemsize_conv * extent_conv_tap * extent_conv_channel, runs=layers, grain=gcd(gcd(itemsize_conv * extent_conv_tap * extent_conv_channel, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))), align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv))),
-        Walk("conv", "layer_pages", atom=itemsize_conv * extent_conv_tap * extent_conv_channel, runs=1, grain=gcd(gcd(itemsize_conv * extent_conv_tap * extent_conv_channel, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))), align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv))),
-        Walk("ngram", "pages", atom=8 * extent_ngram_position, runs=present_ngram, grain=gcd(gcd(8 * extent_ngram_position, align_up(align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram) + 8 * extent_ngram_position * present_ngram, max(max(itemsize_ssm, itemsize_conv), 1 + 7 * present_ngram))), align_up(align_up(itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head * layers, itemsize_conv) + itemsize_conv * extent_conv_channel * extent_conv_tap * layers, 1 + 7 * present_ngram))),
+        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=gcd(atom_temporal_pages, host_temporal_page)),
+        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=gcd(atom_temporal_pages, host_temporal_page)),
+        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(gcd(atom_conv_pages, host_temporal_page), host_conv_base)),
+        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(gcd(atom_conv_pages, host_temporal_page), host_conv_base)),
+        Walk("ngram", "pages", atom=atom_ngram_pages, runs=present_ngram, grain=gcd(gcd(atom_ngram_pages, host_temporal_page), host_ngram_base)),
+    )
+
+
+def walks_stacked_layer_first(*, align_ngram: int, extent_conv_channel: int, extent_conv_tap: int, extent_ngram_position: int, extent_temporal_head: int, extent_temporal_k: int, extent_temporal_v: int, itemsize_conv: int, itemsize_ssm: int, layers: int, present_ngram: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form stacked and layout layer_first."""
+    atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head
+    atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap
+    atom_ngram_pages = 8 * extent_ngram_position
+    return (
+        Walk("temporal", "pages", atom=atom_temporal_pages, runs=layers, grain=atom_temporal_pages),
+        Walk("temporal", "layer_pages", atom=atom_temporal_pages, runs=1, grain=atom_temporal_pages),
+        Walk("conv", "pages", atom=atom_conv_pages, runs=layers, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
+        Walk("conv", "layer_pages", atom=atom_conv_pages, runs=1, grain=gcd(atom_conv_pages, gcd(atom_temporal_pages * layers, itemsize_conv))),
+        Walk("ngram", "pages", atom=atom_ngram_pages, runs=present_ngram, grain=gcd(atom_ngram_pages, gcd(gcd(gcd(atom_temporal_pages * layers, itemsize_conv), atom_conv_pages * layers), align_ngram))),
     )
 
 
@@ -235,10 +266,12 @@ SPEC = PoolSpec(
     layouts={
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
+        "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
     },
     programs={
         ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False),
         ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False),
+        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
     },
     extents={
         (): extents,

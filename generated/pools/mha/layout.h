@@ -8,13 +8,16 @@ namespace mha {
 constexpr i64 heads = PW_heads;
 constexpr i64 head_dim = PW_head_dim;
 constexpr i64 v_head_dim = PW_v_head_dim;
+constexpr i64 head_groups = PW_head_groups;
 constexpr i64 page_size = PW_page_size;
 constexpr i64 layers = PW_layers;
 constexpr i64 itemsize_kv = PW_itemsize_kv;
 
-constexpr i64 extent_k_head = heads;
+constexpr i64 extent_k_head_group = head_groups;
+constexpr i64 extent_k_head_in_group = pw::floor_div(heads, head_groups);
 constexpr i64 extent_k_dim = head_dim;
-constexpr i64 extent_v_head = heads;
+constexpr i64 extent_v_head_group = head_groups;
+constexpr i64 extent_v_head_in_group = pw::floor_div(heads, head_groups);
 constexpr i64 extent_v_dim = v_head_dim;
 
 // ---- form per_layer, layout layer_first
@@ -26,26 +29,36 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers + itemsize_kv * extent_v_dim * extent_v_head * page_size * pages * layers; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [layer, page, token, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_k_layer(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * pages; }
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTEXPR i64 host_k_layer(i64 pages) { return host_k_page * pages; }
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_layer(pages) * layers; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTEXPR i64 host_v_layer(i64 pages) { return host_v_page * pages; }
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_layer(pages) * layers; }
+constexpr i64 page_bytes = host_k_page * layers + host_v_page * layers;
 
-// k, one page an id: layer runs of token x head x dim
-constexpr i64 atom_k_pages = itemsize_kv * page_size * extent_k_head * extent_k_dim;
+// k: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
+constexpr i64 device_k_page = device_k_token * page_size;
+
+// k, one page an id: layer runs of token x head_group x head_in_group x dim
+constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
 constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * page_size * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -53,10 +66,10 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page};
 }
 
-// k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -65,20 +78,20 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head x dim
-constexpr i64 atom_k_layer_pages = itemsize_kv * page_size * extent_k_head * extent_k_dim;
+// k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
 constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * page_size * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -86,23 +99,18 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token};
 }
 
-// v: host [layer, page, token, head, dim], device [layer] [page, token, head, dim]
+// v: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers; }
-PW_CONSTEXPR i64 host_v_layer(i64 pages) { return itemsize_kv * extent_v_dim * extent_v_head * page_size * pages; }
+constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
+constexpr i64 device_v_page = device_v_token * page_size;
 
-// v, one page an id: layer runs of token x head x dim
-constexpr i64 atom_v_pages = itemsize_kv * page_size * extent_v_head * extent_v_dim;
+// v, one page an id: layer runs of token x head_group x head_in_group x dim
+constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
 constexpr i64 runs_v_pages = layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -110,10 +118,10 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page};
 }
 
-// v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -122,20 +130,20 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token};
 }
 
-// v, one layer, one page an id: 1 runs of token x head x dim
-constexpr i64 atom_v_layer_pages = itemsize_kv * page_size * extent_v_head * extent_v_dim;
+// v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
 constexpr i64 runs_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v + layer] + device_page * device_v_page,
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -154,26 +162,36 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_token = host_k_layer * layers;
+constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_token = host_v_layer * layers;
+constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
+constexpr i64 page_bytes = host_k_page + host_v_page;
 
-// k, one page an id: token x layer runs of head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_head * extent_k_dim;
+// k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
+constexpr i64 device_k_page = device_k_token * page_size;
+
+// k, one page an id: token x layer runs of head_group x head_in_group x dim
+constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -183,10 +201,10 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -195,10 +213,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head x dim
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one layer, one page an id: token runs of head_group x head_in_group x dim
+constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -206,10 +224,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -217,23 +235,18 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// v: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
+// v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages; }
+constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
+constexpr i64 device_v_page = device_v_token * page_size;
 
-// v, one page an id: token x layer runs of head x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one page an id: token x layer runs of head_group x head_in_group x dim
+constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_pages = page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -243,10 +256,10 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -255,10 +268,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: token runs of head x dim
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one layer, one page an id: token runs of head_group x head_in_group x dim
+constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_pages = page_size;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -266,10 +279,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -288,26 +301,36 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages + itemsize_kv * extent_v_dim * extent_v_head * page_size * layers * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [page, layer, token, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_layer = host_k_token * page_size;
+constexpr i64 host_k_page = host_k_layer * layers;
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_layer = host_v_token * page_size;
+constexpr i64 host_v_page = host_v_layer * layers;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
+constexpr i64 page_bytes = host_k_page + host_v_page;
 
-// k, one page an id: layer runs of token x head x dim
-constexpr i64 atom_k_pages = itemsize_kv * page_size * extent_k_head * extent_k_dim;
+// k: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
+constexpr i64 device_k_page = device_k_token * page_size;
+
+// k, one page an id: layer runs of token x head_group x head_in_group x dim
+constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
 constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * page_size * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -315,10 +338,10 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + layer * host_k_layer};
 }
 
-// k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -327,20 +350,20 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head x dim
-constexpr i64 atom_k_layer_pages = itemsize_kv * page_size * extent_k_head * extent_k_dim;
+// k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
 constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * page_size * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
           view.host + host_page * host_k_page + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_head * extent_k_dim);
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -348,23 +371,18 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token};
 }
 
-// v: host [page, layer, token, head, dim], device [layer] [page, token, head, dim]
+// v: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages; }
+constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
+constexpr i64 device_v_page = device_v_token * page_size;
 
-// v, one page an id: layer runs of token x head x dim
-constexpr i64 atom_v_pages = itemsize_kv * page_size * extent_v_head * extent_v_dim;
+// v, one page an id: layer runs of token x head_group x head_in_group x dim
+constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
 constexpr i64 runs_v_pages = layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -372,10 +390,10 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer};
 }
 
-// v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -384,20 +402,20 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token};
 }
 
-// v, one layer, one page an id: 1 runs of token x head x dim
-constexpr i64 atom_v_layer_pages = itemsize_kv * page_size * extent_v_head * extent_v_dim;
+// v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
 constexpr i64 runs_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v + layer] + device_page * device_v_page,
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -416,144 +434,318 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages + itemsize_kv * extent_v_dim * layers * page_size * extent_v_head * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [page, head, token, layer, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * layers * page_size * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim * layers * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_layer = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_token = host_k_layer * layers;
+constexpr i64 host_k_head_in_group = host_k_token * page_size;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_layer = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_token = host_v_layer * layers;
+constexpr i64 host_v_head_in_group = host_v_token * page_size;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_page = host_v_head_group * extent_v_head_group;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
+constexpr i64 page_bytes = host_k_page + host_v_page;
 
-// k, one page an id: head x token x layer runs of dim
+// k: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
+constexpr i64 device_k_page = device_k_token * page_size;
+
+// k, one page an id: head_group x head_in_group x token x layer runs of dim
 constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = extent_k_head * page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_pages = extent_k_head_group * extent_k_head_in_group * page_size * layers;
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + token * device_k_token + head * device_k_head,
-          view.host + host_page * host_k_page + head * host_k_head + token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + token * device_k_token + head_group * device_k_head_group + head_in_group * device_k_head_in_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one token an id: head x layer runs of dim
+// k, one token an id: head_group x head_in_group x layer runs of dim
 constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = extent_k_head * layers;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_tokens = extent_k_head_group * extent_k_head_in_group * layers;
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + device_token * device_k_token + head * device_k_head,
-          view.host + host_page * host_k_page + head * host_k_head + host_token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + device_token * device_k_token + head_group * device_k_head_group + head_in_group * device_k_head_in_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: head x token runs of dim
+// k, one layer, one page an id: head_group x head_in_group x token runs of dim
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = extent_k_head * page_size;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_pages = extent_k_head_group * extent_k_head_in_group * page_size;
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + token * device_k_token + head * device_k_head,
-          view.host + host_page * host_k_page + head * host_k_head + token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + token * device_k_token + head_group * device_k_head_group + head_in_group * device_k_head_in_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: head runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + device_token * device_k_token + head * device_k_head,
-          view.host + host_page * host_k_page + head * host_k_head + host_token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + device_token * device_k_token + head_group * device_k_head_group + head_in_group * device_k_head_in_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + host_token * host_k_token + layer * host_k_layer};
 }
 
-// v: host [page, head, token, layer, dim], device [layer] [page, token, head, dim]
+// v: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, token, head_group, head_in_group, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * layers * page_size * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim * layers * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages; }
+constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
+constexpr i64 device_v_page = device_v_token * page_size;
 
-// v, one page an id: head x token x layer runs of dim
+// v, one page an id: head_group x head_in_group x token x layer runs of dim
 constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = extent_v_head * page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_pages = extent_v_head_group * extent_v_head_in_group * page_size * layers;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + token * device_v_token + head * device_v_head,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + token * device_v_token + head_group * device_v_head_group + head_in_group * device_v_head_in_group,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one token an id: head x layer runs of dim
+// v, one token an id: head_group x head_in_group x layer runs of dim
 constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = extent_v_head * layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_tokens = extent_v_head_group * extent_v_head_in_group * layers;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + device_token * device_v_token + head * device_v_head,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + host_token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + device_token * device_v_token + head_group * device_v_head_group + head_in_group * device_v_head_in_group,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: head x token runs of dim
+// v, one layer, one page an id: head_group x head_in_group x token runs of dim
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = extent_v_head * page_size;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_layer_pages = extent_v_head_group * extent_v_head_in_group * page_size;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + token * device_v_token + head * device_v_head,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + token * device_v_token + head_group * device_v_head_group + head_in_group * device_v_head_in_group,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: head runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + device_token * device_v_token + head * device_v_head,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + host_token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + device_token * device_v_token + head_group * device_v_head_group + head_in_group * device_v_head_in_group,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + host_token * host_v_token + layer * host_v_layer};
 }
 
 }  // namespace per_layer_page_head
+
+// ---- form per_layer, layout page_unified
+namespace per_layer_page_unified {
+
+struct View {
+  const u64* tensors;
+  char* host;
+  i64 pages;
+};
+
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_k_base = 0;
+constexpr i64 host_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_token = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_v_base = host_k_token * page_size;
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_token = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_k_layer = host_v_base + host_v_token * page_size;
+constexpr i64 host_v_layer = host_k_layer;
+constexpr i64 host_k_head_group = host_k_layer * layers;
+constexpr i64 host_v_head_group = host_k_head_group;
+constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
+constexpr i64 host_v_page = host_k_page;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
+constexpr i64 page_bytes = host_k_layer * extent_k_head_group * layers;
+
+// k: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
+constexpr i64 device_k_page = device_k_token * page_size;
+
+// k, one page an id: head_group x layer x token runs of head_in_group x dim
+constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group;
+constexpr i64 runs_k_pages = extent_k_head_group * layers * page_size;
+constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_layer));
+PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + token * device_k_token + head_group * device_k_head_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + token * host_k_token};
+}
+
+// k, one token an id: head_group x layer runs of head_in_group x dim
+constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group;
+constexpr i64 runs_k_tokens = extent_k_head_group * layers;
+constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_layer));
+PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + device_token * device_k_token + head_group * device_k_head_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + host_token * host_k_token};
+}
+
+// k, one layer, one page an id: head_group x token runs of head_in_group x dim
+constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group;
+constexpr i64 runs_k_layer_pages = extent_k_head_group * page_size;
+constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer));
+PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + token * device_k_token + head_group * device_k_head_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + token * host_k_token};
+}
+
+// k, one layer, one token an id: head_group runs of head_in_group x dim
+constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group;
+constexpr i64 runs_k_layer_tokens = extent_k_head_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer));
+PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + device_token * device_k_token + head_group * device_k_head_group,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + host_token * host_k_token};
+}
+
+// v: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_v = layers;
+constexpr i64 device_v_dim = itemsize_kv;
+constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
+constexpr i64 device_v_page = device_v_token * page_size;
+
+// v, one page an id: head_group x layer x token runs of head_in_group x dim
+constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group;
+constexpr i64 runs_v_pages = extent_v_head_group * layers * page_size;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_layer), host_v_base));
+PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + token * device_v_token + head_group * device_v_head_group,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + token * host_v_token};
+}
+
+// v, one token an id: head_group x layer runs of head_in_group x dim
+constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group;
+constexpr i64 runs_v_tokens = extent_v_head_group * layers;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_layer), host_v_base));
+PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + device_token * device_v_token + head_group * device_v_head_group,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + host_token * host_v_token};
+}
+
+// v, one layer, one page an id: head_group x token runs of head_in_group x dim
+constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group;
+constexpr i64 runs_v_layer_pages = extent_v_head_group * page_size;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base));
+PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + token * device_v_token + head_group * device_v_head_group,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + token * host_v_token};
+}
+
+// v, one layer, one token an id: head_group runs of head_in_group x dim
+constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group;
+constexpr i64 runs_v_layer_tokens = extent_v_head_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base));
+PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + device_token * device_v_token + head_group * device_v_head_group,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + host_token * host_v_token};
+}
+
+}  // namespace per_layer_page_unified
 
 // ---- form per_layer, layout page_record
 namespace per_layer_page_record {
@@ -564,26 +756,36 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return (itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size) * pages; }
-constexpr i64 page_bytes = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-
-// k: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_token = host_k_layer * layers;
+constexpr i64 host_v_base = host_k_token * page_size;
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_token = host_v_layer * layers;
+constexpr i64 host_k_page = host_v_base + host_v_token * page_size;
+constexpr i64 host_v_page = host_k_page;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
+constexpr i64 page_bytes = host_k_page;
 
-// k, one page an id: token x layer runs of head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_head * extent_k_dim;
+// k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
+constexpr i64 device_k_page = device_k_token * page_size;
+
+// k, one page an id: token x layer runs of head_group x head_in_group x dim
+constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_page));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -593,10 +795,10 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_page));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -605,10 +807,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head x dim
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one layer, one page an id: token runs of head_group x head_in_group x dim
+constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -616,10 +818,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_head * extent_k_dim;
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -627,23 +829,18 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// v: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
+// v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_base = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size;
-constexpr i64 host_v_page = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
+constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
+constexpr i64 device_v_page = device_v_token * page_size;
 
-// v, one page an id: token x layer runs of head x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one page an id: token x layer runs of head_group x head_in_group x dim
+constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_pages = page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -653,10 +850,10 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one token an id: layer runs of head_group x head_in_group x dim
+constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -665,10 +862,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: token runs of head x dim
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one layer, one page an id: token runs of head_group x head_in_group x dim
+constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_pages = page_size;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -676,10 +873,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_head * extent_v_dim;
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -698,141 +895,162 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers + itemsize_kv * extent_v_dim * extent_v_head * page_size * pages * layers; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [layer, page, token, head, dim], device [layer] [page, head, token, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * page_size * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_k_layer(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * pages; }
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTEXPR i64 host_k_layer(i64 pages) { return host_k_page * pages; }
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_layer(pages) * layers; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTEXPR i64 host_v_layer(i64 pages) { return host_v_page * pages; }
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_layer(pages) * layers; }
+constexpr i64 page_bytes = host_k_page * layers + host_v_page * layers;
 
-// k, one page an id: layer x token x head runs of dim
+// k: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_in_group = device_k_token * page_size;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+
+// k, one page an id: layer x token x head_group x head_in_group runs of dim
 constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = layers * page_size * extent_k_head;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_pages = layers * page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
   const u32 layer = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + token * host_k_token + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one token an id: layer x head runs of dim
+// k, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + token * host_k_token + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token + head * host_k_head};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// v: host [layer, page, token, head, dim], device [layer] [page, head, token, dim]
+// v: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * page_size * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers; }
-PW_CONSTEXPR i64 host_v_layer(i64 pages) { return itemsize_kv * extent_v_dim * extent_v_head * page_size * pages; }
+constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_in_group = device_v_token * page_size;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
 
-// v, one page an id: layer x token x head runs of dim
+// v, one page an id: layer x token x head_group x head_in_group runs of dim
 constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = layers * page_size * extent_v_head;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_pages = layers * page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
   const u32 layer = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + token * host_v_token + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one token an id: layer x head runs of dim
+// v, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + token * host_v_token + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token + head * host_v_head};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
 }  // namespace head_major_layer_first
@@ -846,141 +1064,162 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [page, token, layer, head, dim], device [layer] [page, head, token, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * page_size * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_token = host_k_layer * layers;
+constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_token = host_v_layer * layers;
+constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
+constexpr i64 page_bytes = host_k_page + host_v_page;
 
-// k, one page an id: token x layer x head runs of dim
+// k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_in_group = device_k_token * page_size;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+
+// k, one page an id: token x layer x head_group x head_in_group runs of dim
 constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = page_size * layers * extent_k_head;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_pages = page_size * layers * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one token an id: layer x head runs of dim
+// k, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head * host_k_head};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// v: host [page, token, layer, head, dim], device [layer] [page, head, token, dim]
+// v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * page_size * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages; }
+constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_in_group = device_v_token * page_size;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
 
-// v, one page an id: token x layer x head runs of dim
+// v, one page an id: token x layer x head_group x head_in_group runs of dim
 constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = page_size * layers * extent_v_head;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_pages = page_size * layers * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one token an id: layer x head runs of dim
+// v, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head * host_v_head};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
 }  // namespace head_major_page_first
@@ -994,141 +1233,162 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages + itemsize_kv * extent_v_dim * extent_v_head * page_size * layers * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [page, layer, token, head, dim], device [layer] [page, head, token, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * page_size * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * page_size * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_layer = host_k_token * page_size;
+constexpr i64 host_k_page = host_k_layer * layers;
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_layer = host_v_token * page_size;
+constexpr i64 host_v_page = host_v_layer * layers;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
+constexpr i64 page_bytes = host_k_page + host_v_page;
 
-// k, one page an id: layer x token x head runs of dim
+// k: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_in_group = device_k_token * page_size;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+
+// k, one page an id: layer x token x head_group x head_in_group runs of dim
 constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = layers * page_size * extent_k_head;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_pages = layers * page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
   const u32 layer = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + layer * host_k_layer + token * host_k_token + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + layer * host_k_layer + token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one token an id: layer x head runs of dim
+// k, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + layer * host_k_layer + token * host_k_token + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + layer * host_k_layer + token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token + head * host_k_head};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// v: host [page, layer, token, head, dim], device [layer] [page, head, token, dim]
+// v: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * extent_v_head * page_size * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * page_size * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages; }
+constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_in_group = device_v_token * page_size;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
 
-// v, one page an id: layer x token x head runs of dim
+// v, one page an id: layer x token x head_group x head_in_group runs of dim
 constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = layers * page_size * extent_v_head;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_pages = layers * page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
   const u32 layer = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + token * host_v_token + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one token an id: layer x head runs of dim
+// v, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + token * host_v_token + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers));
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token + head * host_v_head};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
 }  // namespace head_major_page_first_direct
@@ -1142,144 +1402,334 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages + itemsize_kv * extent_v_dim * layers * page_size * extent_v_head * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim;
-
-// k: host [page, head, token, layer, dim], device [layer] [page, head, token, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * layers * page_size * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim * layers * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * page_size * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_layer = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_token = host_k_layer * layers;
+constexpr i64 host_k_head_in_group = host_k_token * page_size;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
+PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_layer = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_token = host_v_layer * layers;
+constexpr i64 host_v_head_in_group = host_v_token * page_size;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_page = host_v_head_group * extent_v_head_group;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
+constexpr i64 page_bytes = host_k_page + host_v_page;
 
-// k, one page an id: head x token x layer runs of dim
+// k: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_in_group = device_k_token * page_size;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+
+// k, one page an id: head_group x head_in_group x token x layer runs of dim
 constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = extent_k_head * page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_pages = extent_k_head_group * extent_k_head_in_group * page_size * layers;
+constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + head * host_k_head + token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one token an id: head x layer runs of dim
+// k, one token an id: head_group x head_in_group x layer runs of dim
 constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = extent_k_head * layers;
-constexpr i64 vector_k_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_tokens = extent_k_head_group * extent_k_head_in_group * layers;
+constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + head * host_k_head + host_token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: head x token runs of dim
+// k, one layer, one page an id: head_group x head_in_group x token runs of dim
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = extent_k_head * page_size;
-constexpr i64 vector_k_layer_pages = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_pages = extent_k_head_group * extent_k_head_in_group * page_size;
+constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + head * host_k_head + token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: head runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(itemsize_kv * extent_k_dim);
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + head * host_k_head + host_token * host_k_token + layer * host_k_layer};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + host_token * host_k_token + layer * host_k_layer};
 }
 
-// v: host [page, head, token, layer, dim], device [layer] [page, head, token, dim]
+// v: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, head_group, head_in_group, token, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_page = itemsize_kv * extent_v_dim * layers * page_size * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim * layers * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * page_size * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
-PW_CONSTEXPR i64 host_v_base(i64 pages) { return itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages; }
+constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_in_group = device_v_token * page_size;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
 
-// v, one page an id: head x token x layer runs of dim
+// v, one page an id: head_group x head_in_group x token x layer runs of dim
 constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = extent_v_head * page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_pages = extent_v_head_group * extent_v_head_in_group * page_size * layers;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one token an id: head x layer runs of dim
+// v, one token an id: head_group x head_in_group x layer runs of dim
 constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = extent_v_head * layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_tokens = extent_v_head_group * extent_v_head_in_group * layers;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + host_token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: head x token runs of dim
+// v, one layer, one page an id: head_group x head_in_group x token runs of dim
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = extent_v_head * page_size;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_layer_pages = extent_v_head_group * extent_v_head_in_group * page_size;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
   run /= pw::divisor(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: head runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head));
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base(view.pages) + host_page * host_v_page + head * host_v_head + host_token * host_v_token + layer * host_v_layer};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + host_token * host_v_token + layer * host_v_layer};
 }
 
 }  // namespace head_major_page_head
+
+// ---- form head_major, layout page_unified
+namespace head_major_page_unified {
+
+struct View {
+  const u64* tensors;
+  char* host;
+  i64 pages;
+};
+
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_k_base = 0;
+constexpr i64 host_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_token = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_v_base = host_k_token * page_size;
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_token = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_k_layer = host_v_base + host_v_token * page_size;
+constexpr i64 host_v_layer = host_k_layer;
+constexpr i64 host_k_head_group = host_k_layer * layers;
+constexpr i64 host_v_head_group = host_k_head_group;
+constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
+constexpr i64 host_v_page = host_k_page;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
+constexpr i64 page_bytes = host_k_layer * extent_k_head_group * layers;
+
+// k: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_in_group = device_k_token * page_size;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+
+// k, one page an id: head_group x layer x token x head_in_group runs of dim
+constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
+constexpr i64 runs_k_pages = extent_k_head_group * layers * page_size * extent_k_head_in_group;
+constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_layer));
+PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + token * host_k_token + head_in_group * host_k_head_in_group};
+}
+
+// k, one token an id: head_group x layer x head_in_group runs of dim
+constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
+constexpr i64 runs_k_tokens = extent_k_head_group * layers * extent_k_head_in_group;
+constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_layer));
+PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + host_token * host_k_token + head_in_group * host_k_head_in_group};
+}
+
+// k, one layer, one page an id: head_group x token x head_in_group runs of dim
+constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
+constexpr i64 runs_k_layer_pages = extent_k_head_group * page_size * extent_k_head_in_group;
+constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer));
+PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + token * host_k_token + head_in_group * host_k_head_in_group};
+}
+
+// k, one layer, one token an id: head_group x head_in_group runs of dim
+constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer));
+PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + host_token * host_k_token + head_in_group * host_k_head_in_group};
+}
+
+// v: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_v = layers;
+constexpr i64 device_v_dim = itemsize_kv;
+constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_in_group = device_v_token * page_size;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+
+// v, one page an id: head_group x layer x token x head_in_group runs of dim
+constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
+constexpr i64 runs_v_pages = extent_v_head_group * layers * page_size * extent_v_head_in_group;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_layer), host_v_base));
+PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + token * host_v_token + head_in_group * host_v_head_in_group};
+}
+
+// v, one token an id: head_group x layer x head_in_group runs of dim
+constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
+constexpr i64 runs_v_tokens = extent_v_head_group * layers * extent_v_head_in_group;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_layer), host_v_base));
+PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 layer = run % pw::divisor(layers);
+  run /= pw::divisor(layers);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + host_token * host_v_token + head_in_group * host_v_head_in_group};
+}
+
+// v, one layer, one page an id: head_group x token x head_in_group runs of dim
+constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
+constexpr i64 runs_v_layer_pages = extent_v_head_group * page_size * extent_v_head_in_group;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base));
+PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 token = run % pw::divisor(page_size);
+  run /= pw::divisor(page_size);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + token * host_v_token + head_in_group * host_v_head_in_group};
+}
+
+// v, one layer, one token an id: head_group x head_in_group runs of dim
+constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base));
+PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + host_token * host_v_token + head_in_group * host_v_head_in_group};
+}
+
+}  // namespace head_major_page_unified
 
 // ---- form head_major, layout page_record
 namespace head_major_page_record {
@@ -1290,141 +1740,162 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return (itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size) * pages; }
-constexpr i64 page_bytes = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-
-// k: host [page, token, layer, head, dim], device [layer] [page, head, token, dim]
-constexpr i64 table_k = 0;
+// Host bytes: where each component starts, and from one index of an axis to the next.
 constexpr i64 host_k_base = 0;
-constexpr i64 host_k_page = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-constexpr i64 host_k_token = itemsize_kv * extent_k_dim * extent_k_head * layers;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
 constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 device_k_page = itemsize_kv * extent_k_dim * page_size * extent_k_head;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim * page_size;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
+constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
+constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
+constexpr i64 host_k_token = host_k_layer * layers;
+constexpr i64 host_v_base = host_k_token * page_size;
+constexpr i64 host_v_dim = itemsize_kv;
+constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
+constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
+constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
+constexpr i64 host_v_token = host_v_layer * layers;
+constexpr i64 host_k_page = host_v_base + host_v_token * page_size;
+constexpr i64 host_v_page = host_k_page;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
+constexpr i64 page_bytes = host_k_page;
 
-// k, one page an id: token x layer x head runs of dim
+// k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
+constexpr i64 table_k = 0;
+constexpr i64 device_k_dim = itemsize_kv;
+constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
+constexpr i64 device_k_head_in_group = device_k_token * page_size;
+constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
+constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+
+// k, one page an id: token x layer x head_group x head_in_group runs of dim
 constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = page_size * layers * extent_k_head;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 runs_k_pages = page_size * layers * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_page));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one token an id: layer x head runs of dim
+// k, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_page));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_k_head);
-  run /= pw::divisor(extent_k_head);
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_k_head_group);
+  run /= pw::divisor(extent_k_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + token * device_k_token,
-          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head * host_k_head};
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + token * device_k_token,
+          view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size));
+constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head * device_k_head + device_token * device_k_token,
-          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head * host_k_head};
+  const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
+  run /= pw::divisor(extent_k_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_k + layer] + device_page * device_k_page + head_group * device_k_head_group + head_in_group * device_k_head_in_group + device_token * device_k_token,
+          view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// v: host [page, token, layer, head, dim], device [layer] [page, head, token, dim]
+// v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
 constexpr i64 table_v = layers;
-constexpr i64 host_v_base = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size;
-constexpr i64 host_v_page = itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size;
-constexpr i64 host_v_token = itemsize_kv * extent_v_dim * extent_v_head * layers;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 device_v_page = itemsize_kv * extent_v_dim * page_size * extent_v_head;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim * page_size;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
 constexpr i64 device_v_dim = itemsize_kv;
+constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
+constexpr i64 device_v_head_in_group = device_v_token * page_size;
+constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
+constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
 
-// v, one page an id: token x layer x head runs of dim
+// v, one page an id: token x layer x head_group x head_in_group runs of dim
 constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = page_size * layers * extent_v_head;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_pages = page_size * layers * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 layer = run % pw::divisor(layers);
   run /= pw::divisor(layers);
   const u32 token = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one token an id: layer x head runs of dim
+// v, one token an id: layer x head_group x head_in_group runs of dim
 constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 layer = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
-  const u32 head = run % pw::divisor(extent_v_head);
-  run /= pw::divisor(extent_v_head);
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run % pw::divisor(extent_v_head_group);
+  run /= pw::divisor(extent_v_head_group);
   const u32 token = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + token * device_v_token,
-          view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head * host_v_head};
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size));
+constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
-  const u32 head = run;
-  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head * device_v_head + device_token * device_v_token,
-          view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head * host_v_head};
+  const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
+  run /= pw::divisor(extent_v_head_in_group);
+  const u32 head_group = run;
+  return {(char*)view.tensors[table_v + layer] + device_page * device_v_page + head_group * device_v_head_group + head_in_group * device_v_head_in_group + device_token * device_v_token,
+          view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
 }  // namespace head_major_page_record

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -26,454 +26,547 @@ from poolwright.runtime.pool import HostPool, RequiredBytes
 __all__ = ["MHATokenToKVPoolHost"]
 
 
-def extents(sizes: Mapping[str, int]) -> dict[str, int]:
+def extents(*, head_dim: int, head_groups: int, heads: int, v_head_dim: int, **_: int) -> dict[str, int]:
     """Extents of the element axes, and which components are there."""
-    head_dim = sizes["head_dim"]
-    heads = sizes["heads"]
-    v_head_dim = sizes["v_head_dim"]
-    extent_k_head = heads
-    extent_k_dim = head_dim
-    extent_v_head = heads
-    extent_v_dim = v_head_dim
     return {
-        "extent_k_head": extent_k_head,
-        "extent_k_dim": extent_k_dim,
-        "extent_v_head": extent_v_head,
-        "extent_v_dim": extent_v_dim,
+        "extent_k_head_group": head_groups,
+        "extent_k_head_in_group": heads // head_groups,
+        "extent_k_dim": head_dim,
+        "extent_v_head_group": head_groups,
+        "extent_v_head_in_group": heads // head_groups,
+        "extent_v_dim": v_head_dim,
     }
 
 
-def host_layer_first(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_layer_first(pages: int, *, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout layer_first: [component, layer, page, token, element]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_k_head_in_group = itemsize_kv * extent_k_dim
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_token = host_k_head_group * extent_k_head_group
+    host_k_page = host_k_token * page_size
+    host_k_layer = host_k_page * pages
+    host_v_base = host_k_layer * layers
+    host_v_head_in_group = itemsize_kv * extent_v_dim
+    host_v_head_group = host_v_head_in_group * extent_v_head_in_group
+    host_v_token = host_v_head_group * extent_v_head_group
+    host_v_page = host_v_token * page_size
+    host_v_layer = host_v_page * pages
     return HostLayout(
-        nbytes=itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers + itemsize_kv * extent_v_dim * extent_v_head * page_size * pages * layers,
-        page_bytes=itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim,
+        nbytes=host_v_base + host_v_layer * layers,
+        page_bytes=host_k_page * layers + host_v_page * layers,
         parts=(
             HostPart("k", base=0, axes=(
-                ("layer", layers, itemsize_kv * extent_k_dim * extent_k_head * page_size * pages),
-                ("page", pages, itemsize_kv * extent_k_dim * extent_k_head * page_size),
-                ("token", page_size, itemsize_kv * extent_k_dim * extent_k_head),
-                ("head", extent_k_head, itemsize_kv * extent_k_dim),
+                ("layer", layers, host_k_layer),
+                ("page", pages, host_k_page),
+                ("token", page_size, host_k_token),
+                ("head_group", extent_k_head_group, host_k_head_group),
+                ("head_in_group", extent_k_head_in_group, host_k_head_in_group),
                 ("dim", extent_k_dim, itemsize_kv),
             )),
-            HostPart("v", base=itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers, axes=(
-                ("layer", layers, itemsize_kv * extent_v_dim * extent_v_head * page_size * pages),
-                ("page", pages, itemsize_kv * extent_v_dim * extent_v_head * page_size),
-                ("token", page_size, itemsize_kv * extent_v_dim * extent_v_head),
-                ("head", extent_v_head, itemsize_kv * extent_v_dim),
+            HostPart("v", base=host_v_base, axes=(
+                ("layer", layers, host_v_layer),
+                ("page", pages, host_v_page),
+                ("token", page_size, host_v_token),
+                ("head_group", extent_v_head_group, host_v_head_group),
+                ("head_in_group", extent_v_head_in_group, host_v_head_in_group),
                 ("dim", extent_v_dim, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("k", base=0, left=((layers, itemsize_kv * extent_k_dim * extent_k_head * page_size * pages),), nbytes=itemsize_kv * extent_k_dim * extent_k_head * page_size),
-            PageRanges("v", base=itemsize_kv * extent_k_dim * extent_k_head * page_size * pages * layers, left=((layers, itemsize_kv * extent_v_dim * extent_v_head * page_size * pages),), nbytes=itemsize_kv * extent_v_dim * extent_v_head * page_size),
+            PageRanges("k", base=0, left=((layers, host_k_layer),), nbytes=host_k_page),
+            PageRanges("v", base=host_v_base, left=((layers, host_v_layer),), nbytes=host_v_page),
         ),
     )
 
 
-def host_page_first(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_first(pages: int, *, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first: [component, page, token, layer, element]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_k_head_in_group = itemsize_kv * extent_k_dim
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_layer = host_k_head_group * extent_k_head_group
+    host_k_token = host_k_layer * layers
+    host_k_page = host_k_token * page_size
+    host_v_base = host_k_page * pages
+    host_v_head_in_group = itemsize_kv * extent_v_dim
+    host_v_head_group = host_v_head_in_group * extent_v_head_in_group
+    host_v_layer = host_v_head_group * extent_v_head_group
+    host_v_token = host_v_layer * layers
+    host_v_page = host_v_token * page_size
     return HostLayout(
-        nbytes=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size * pages,
-        page_bytes=itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim,
+        nbytes=host_v_base + host_v_page * pages,
+        page_bytes=host_k_page + host_v_page,
         parts=(
             HostPart("k", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_k_dim * extent_k_head * layers),
-                ("layer", layers, itemsize_kv * extent_k_dim * extent_k_head),
-                ("head", extent_k_head, itemsize_kv * extent_k_dim),
+                ("page", pages, host_k_page),
+                ("token", page_size, host_k_token),
+                ("layer", layers, host_k_layer),
+                ("head_group", extent_k_head_group, host_k_head_group),
+                ("head_in_group", extent_k_head_in_group, host_k_head_in_group),
                 ("dim", extent_k_dim, itemsize_kv),
             )),
-            HostPart("v", base=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages, axes=(
-                ("page", pages, itemsize_kv * extent_v_dim * extent_v_head * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_v_dim * extent_v_head * layers),
-                ("layer", layers, itemsize_kv * extent_v_dim * extent_v_head),
-                ("head", extent_v_head, itemsize_kv * extent_v_dim),
+            HostPart("v", base=host_v_base, axes=(
+                ("page", pages, host_v_page),
+                ("token", page_size, host_v_token),
+                ("layer", layers, host_v_layer),
+                ("head_group", extent_v_head_group, host_v_head_group),
+                ("head_in_group", extent_v_head_in_group, host_v_head_in_group),
                 ("dim", extent_v_dim, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("k", base=0, left=(), nbytes=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size),
-            PageRanges("v", base=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size * pages, left=(), nbytes=itemsize_kv * extent_v_dim * extent_v_head * layers * page_size),
+            PageRanges("k", base=0, left=(), nbytes=host_k_page),
+            PageRanges("v", base=host_v_base, left=(), nbytes=host_v_page),
         ),
     )
 
 
-def host_page_first_direct(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_first_direct(pages: int, *, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first_direct: [component, page, layer, token, element]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_k_head_in_group = itemsize_kv * extent_k_dim
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_token = host_k_head_group * extent_k_head_group
+    host_k_layer = host_k_token * page_size
+    host_k_page = host_k_layer * layers
+    host_v_base = host_k_page * pages
+    host_v_head_in_group = itemsize_kv * extent_v_dim
+    host_v_head_group = host_v_head_in_group * extent_v_head_in_group
+    host_v_token = host_v_head_group * extent_v_head_group
+    host_v_layer = host_v_token * page_size
+    host_v_page = host_v_layer * layers
     return HostLayout(
-        nbytes=itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages + itemsize_kv * extent_v_dim * extent_v_head * page_size * layers * pages,
-        page_bytes=itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim,
+        nbytes=host_v_base + host_v_page * pages,
+        page_bytes=host_k_page + host_v_page,
         parts=(
             HostPart("k", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers),
-                ("layer", layers, itemsize_kv * extent_k_dim * extent_k_head * page_size),
-                ("token", page_size, itemsize_kv * extent_k_dim * extent_k_head),
-                ("head", extent_k_head, itemsize_kv * extent_k_dim),
+                ("page", pages, host_k_page),
+                ("layer", layers, host_k_layer),
+                ("token", page_size, host_k_token),
+                ("head_group", extent_k_head_group, host_k_head_group),
+                ("head_in_group", extent_k_head_in_group, host_k_head_in_group),
                 ("dim", extent_k_dim, itemsize_kv),
             )),
-            HostPart("v", base=itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages, axes=(
-                ("page", pages, itemsize_kv * extent_v_dim * extent_v_head * page_size * layers),
-                ("layer", layers, itemsize_kv * extent_v_dim * extent_v_head * page_size),
-                ("token", page_size, itemsize_kv * extent_v_dim * extent_v_head),
-                ("head", extent_v_head, itemsize_kv * extent_v_dim),
+            HostPart("v", base=host_v_base, axes=(
+                ("page", pages, host_v_page),
+                ("layer", layers, host_v_layer),
+                ("token", page_size, host_v_token),
+                ("head_group", extent_v_head_group, host_v_head_group),
+                ("head_in_group", extent_v_head_in_group, host_v_head_in_group),
                 ("dim", extent_v_dim, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("k", base=0, left=(), nbytes=itemsize_kv * extent_k_dim * extent_k_head * page_size * layers),
-            PageRanges("v", base=itemsize_kv * extent_k_dim * extent_k_head * page_size * layers * pages, left=(), nbytes=itemsize_kv * extent_v_dim * extent_v_head * page_size * layers),
+            PageRanges("k", base=0, left=(), nbytes=host_k_page),
+            PageRanges("v", base=host_v_base, left=(), nbytes=host_v_page),
         ),
     )
 
 
-def host_page_head(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_head(pages: int, *, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_head: [component, page, head, token, layer, dim]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_k_layer = itemsize_kv * extent_k_dim
+    host_k_token = host_k_layer * layers
+    host_k_head_in_group = host_k_token * page_size
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_page = host_k_head_group * extent_k_head_group
+    host_v_base = host_k_page * pages
+    host_v_layer = itemsize_kv * extent_v_dim
+    host_v_token = host_v_layer * layers
+    host_v_head_in_group = host_v_token * page_size
+    host_v_head_group = host_v_head_in_group * extent_v_head_in_group
+    host_v_page = host_v_head_group * extent_v_head_group
     return HostLayout(
-        nbytes=itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages + itemsize_kv * extent_v_dim * layers * page_size * extent_v_head * pages,
-        page_bytes=itemsize_kv * page_size * layers * extent_k_head * extent_k_dim + itemsize_kv * page_size * layers * extent_v_head * extent_v_dim,
+        nbytes=host_v_base + host_v_page * pages,
+        page_bytes=host_k_page + host_v_page,
         parts=(
             HostPart("k", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head),
-                ("head", extent_k_head, itemsize_kv * extent_k_dim * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_k_dim * layers),
-                ("layer", layers, itemsize_kv * extent_k_dim),
+                ("page", pages, host_k_page),
+                ("head_group", extent_k_head_group, host_k_head_group),
+                ("head_in_group", extent_k_head_in_group, host_k_head_in_group),
+                ("token", page_size, host_k_token),
+                ("layer", layers, host_k_layer),
                 ("dim", extent_k_dim, itemsize_kv),
             )),
-            HostPart("v", base=itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages, axes=(
-                ("page", pages, itemsize_kv * extent_v_dim * layers * page_size * extent_v_head),
-                ("head", extent_v_head, itemsize_kv * extent_v_dim * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_v_dim * layers),
-                ("layer", layers, itemsize_kv * extent_v_dim),
+            HostPart("v", base=host_v_base, axes=(
+                ("page", pages, host_v_page),
+                ("head_group", extent_v_head_group, host_v_head_group),
+                ("head_in_group", extent_v_head_in_group, host_v_head_in_group),
+                ("token", page_size, host_v_token),
+                ("layer", layers, host_v_layer),
                 ("dim", extent_v_dim, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("k", base=0, left=(), nbytes=itemsize_kv * extent_k_dim * layers * page_size * extent_k_head),
-            PageRanges("v", base=itemsize_kv * extent_k_dim * layers * page_size * extent_k_head * pages, left=(), nbytes=itemsize_kv * extent_v_dim * layers * page_size * extent_v_head),
+            PageRanges("k", base=0, left=(), nbytes=host_k_page),
+            PageRanges("v", base=host_v_base, left=(), nbytes=host_v_page),
         ),
     )
 
 
-def host_page_record(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_unified(pages: int, *, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
+    """Host bytes in layout page_unified: [page, head_group, layer, component, token, head_in_group, element]."""
+    host_k_head_in_group = itemsize_kv * extent_k_dim
+    host_k_token = host_k_head_in_group * extent_k_head_in_group
+    host_v_base = host_k_token * page_size
+    host_v_head_in_group = itemsize_kv * extent_v_dim
+    host_v_token = host_v_head_in_group * extent_v_head_in_group
+    host_k_layer = host_v_base + host_v_token * page_size
+    host_k_head_group = host_k_layer * layers
+    host_k_page = host_k_head_group * extent_k_head_group
+    return HostLayout(
+        nbytes=host_k_page * pages,
+        page_bytes=host_k_layer * extent_k_head_group * layers,
+        parts=(
+            HostPart("k", base=0, axes=(
+                ("page", pages, host_k_page),
+                ("head_group", extent_k_head_group, host_k_head_group),
+                ("layer", layers, host_k_layer),
+                ("token", page_size, host_k_token),
+                ("head_in_group", extent_k_head_in_group, host_k_head_in_group),
+                ("dim", extent_k_dim, itemsize_kv),
+            )),
+            HostPart("v", base=host_v_base, axes=(
+                ("page", pages, host_k_page),
+                ("head_group", extent_v_head_group, host_k_head_group),
+                ("layer", layers, host_k_layer),
+                ("token", page_size, host_v_token),
+                ("head_in_group", extent_v_head_in_group, host_v_head_in_group),
+                ("dim", extent_v_dim, itemsize_kv),
+            )),
+        ),
+        ranges=(
+            PageRanges(None, base=0, left=(), nbytes=host_k_page),
+        ),
+    )
+
+
+def host_page_record(pages: int, *, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_record: [page, component, token, layer, element]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_k_head_in_group = itemsize_kv * extent_k_dim
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_layer = host_k_head_group * extent_k_head_group
+    host_k_token = host_k_layer * layers
+    host_v_base = host_k_token * page_size
+    host_v_head_in_group = itemsize_kv * extent_v_dim
+    host_v_head_group = host_v_head_in_group * extent_v_head_in_group
+    host_v_layer = host_v_head_group * extent_v_head_group
+    host_v_token = host_v_layer * layers
+    host_k_page = host_v_base + host_v_token * page_size
     return HostLayout(
-        nbytes=(itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size) * pages,
-        page_bytes=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size,
+        nbytes=host_k_page * pages,
+        page_bytes=host_k_page,
         parts=(
             HostPart("k", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_k_dim * extent_k_head * layers),
-                ("layer", layers, itemsize_kv * extent_k_dim * extent_k_head),
-                ("head", extent_k_head, itemsize_kv * extent_k_dim),
+                ("page", pages, host_k_page),
+                ("token", page_size, host_k_token),
+                ("layer", layers, host_k_layer),
+                ("head_group", extent_k_head_group, host_k_head_group),
+                ("head_in_group", extent_k_head_in_group, host_k_head_in_group),
                 ("dim", extent_k_dim, itemsize_kv),
             )),
-            HostPart("v", base=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size, axes=(
-                ("page", pages, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_v_dim * extent_v_head * layers),
-                ("layer", layers, itemsize_kv * extent_v_dim * extent_v_head),
-                ("head", extent_v_head, itemsize_kv * extent_v_dim),
+            HostPart("v", base=host_v_base, axes=(
+                ("page", pages, host_k_page),
+                ("token", page_size, host_v_token),
+                ("layer", layers, host_v_layer),
+                ("head_group", extent_v_head_group, host_v_head_group),
+                ("head_in_group", extent_v_head_in_group, host_v_head_in_group),
                 ("dim", extent_v_dim, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges(None, base=0, left=(), nbytes=itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size),
+            PageRanges(None, base=0, left=(), nbytes=host_k_page),
         ),
     )
 
 
-def device_per_layer(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
+def device_per_layer(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form per_layer: tensors [component, layer], each [page, token, head, dim]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    device_k_head_in_group = itemsize_kv * extent_k_dim
+    device_k_head_group = device_k_head_in_group * extent_k_head_in_group
+    device_k_token = device_k_head_group * extent_k_head_group
+    device_k_page = device_k_token * page_size
+    device_v_head_in_group = itemsize_kv * extent_v_dim
+    device_v_head_group = device_v_head_in_group * extent_v_head_in_group
+    device_v_token = device_v_head_group * extent_v_head_group
+    device_v_page = device_v_token * page_size
     return (
         DevicePart("k", table=layers, axes=(
-            ("page", None, itemsize_kv * extent_k_dim * extent_k_head * page_size),
-            ("token", page_size, itemsize_kv * extent_k_dim * extent_k_head),
-            ("head", extent_k_head, itemsize_kv * extent_k_dim),
+            ("page", None, device_k_page),
+            ("token", page_size, device_k_token),
+            ("head_group", extent_k_head_group, device_k_head_group),
+            ("head_in_group", extent_k_head_in_group, device_k_head_in_group),
             ("dim", extent_k_dim, itemsize_kv),
         )),
         DevicePart("v", table=layers, axes=(
-            ("page", None, itemsize_kv * extent_v_dim * extent_v_head * page_size),
-            ("token", page_size, itemsize_kv * extent_v_dim * extent_v_head),
-            ("head", extent_v_head, itemsize_kv * extent_v_dim),
+            ("page", None, device_v_page),
+            ("token", page_size, device_v_token),
+            ("head_group", extent_v_head_group, device_v_head_group),
+            ("head_in_group", extent_v_head_in_group, device_v_head_in_group),
             ("dim", extent_v_dim, itemsize_kv),
         )),
     )
 
 
-def device_head_major(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
+def device_head_major(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form head_major: tensors [component, layer], each [page, head, token, dim]."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    device_k_token = itemsize_kv * extent_k_dim
+    device_k_head_in_group = device_k_token * page_size
+    device_k_head_group = device_k_head_in_group * extent_k_head_in_group
+    device_k_page = device_k_head_group * extent_k_head_group
+    device_v_token = itemsize_kv * extent_v_dim
+    device_v_head_in_group = device_v_token * page_size
+    device_v_head_group = device_v_head_in_group * extent_v_head_in_group
+    device_v_page = device_v_head_group * extent_v_head_group
     return (
         DevicePart("k", table=layers, axes=(
-            ("page", None, itemsize_kv * extent_k_dim * page_size * extent_k_head),
-            ("head", extent_k_head, itemsize_kv * extent_k_dim * page_size),
-            ("token", page_size, itemsize_kv * extent_k_dim),
+            ("page", None, device_k_page),
+            ("head_group", extent_k_head_group, device_k_head_group),
+            ("head_in_group", extent_k_head_in_group, device_k_head_in_group),
+            ("token", page_size, device_k_token),
             ("dim", extent_k_dim, itemsize_kv),
         )),
         DevicePart("v", table=layers, axes=(
-            ("page", None, itemsize_kv * extent_v_dim * page_size * extent_v_head),
-            ("head", extent_v_head, itemsize_kv * extent_v_dim * page_size),
-            ("token", page_size, itemsize_kv * extent_v_dim),
+            ("page", None, device_v_page),
+            ("head_group", extent_v_head_group, device_v_head_group),
+            ("head_in_group", extent_v_head_in_group, device_v_head_in_group),
+            ("token", page_size, device_v_token),
             ("dim", extent_v_dim, itemsize_kv),
         )),
     )
 
 
-def walks_per_layer_layer_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_layer_first(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout layer_first."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size
+    atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group
+    atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size
+    atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group
     return (
-        Walk("k", "pages", atom=itemsize_kv * page_size * extent_k_head * extent_k_dim, runs=layers, grain=itemsize_kv * page_size * extent_k_head * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=layers, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * page_size * extent_k_head * extent_k_dim, runs=1, grain=itemsize_kv * page_size * extent_k_head * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=1, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * page_size * extent_v_head * extent_v_dim, runs=layers, grain=gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=layers, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_pages", atom=itemsize_kv * page_size * extent_v_head * extent_v_dim, runs=1, grain=gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=1, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
+        Walk("k", "pages", atom=atom_k_pages, runs=layers, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_tokens, runs=layers, grain=atom_k_tokens),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=1, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_tokens, runs=1, grain=atom_k_tokens),
+        Walk("v", "pages", atom=atom_v_pages, runs=layers, grain=gcd(atom_v_pages, atom_k_pages * layers)),
+        Walk("v", "tokens", atom=atom_v_tokens, runs=layers, grain=gcd(atom_v_tokens, atom_k_pages * layers)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=1, grain=gcd(atom_v_pages, atom_k_pages * layers)),
+        Walk("v", "layer_tokens", atom=atom_v_tokens, runs=1, grain=gcd(atom_v_tokens, atom_k_pages * layers)),
     )
 
 
-def walks_per_layer_page_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_page_first(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout page_first."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group
+    atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group
+    host_k_token = atom_k_pages * layers
+    host_k_page = host_k_token * page_size
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=page_size * layers, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=layers, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=page_size, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=1, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=page_size * layers, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=layers, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=page_size, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=1, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
+        Walk("k", "pages", atom=atom_k_pages, runs=page_size * layers, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_pages, runs=layers, grain=atom_k_pages),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=page_size, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=1, grain=atom_k_pages),
+        Walk("v", "pages", atom=atom_v_pages, runs=page_size * layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=page_size, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=1, grain=gcd(atom_v_pages, host_k_page)),
     )
 
 
-def walks_per_layer_page_first_direct(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_page_first_direct(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout page_first_direct."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size
+    atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group
+    atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size
+    atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group
+    host_k_page = atom_k_pages * layers
     return (
-        Walk("k", "pages", atom=itemsize_kv * page_size * extent_k_head * extent_k_dim, runs=layers, grain=itemsize_kv * page_size * extent_k_head * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=layers, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * page_size * extent_k_head * extent_k_dim, runs=1, grain=itemsize_kv * page_size * extent_k_head * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=1, grain=itemsize_kv * extent_k_head * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * page_size * extent_v_head * extent_v_dim, runs=layers, grain=gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=layers, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_pages", atom=itemsize_kv * page_size * extent_v_head * extent_v_dim, runs=1, grain=gcd(itemsize_kv * page_size * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=1, grain=gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
+        Walk("k", "pages", atom=atom_k_pages, runs=layers, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_tokens, runs=layers, grain=atom_k_tokens),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=1, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_tokens, runs=1, grain=atom_k_tokens),
+        Walk("v", "pages", atom=atom_v_pages, runs=layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "tokens", atom=atom_v_tokens, runs=layers, grain=gcd(atom_v_tokens, host_k_page)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=1, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_tokens", atom=atom_v_tokens, runs=1, grain=gcd(atom_v_tokens, host_k_page)),
     )
 
 
-def walks_per_layer_page_head(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_page_head(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout page_head."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_token = atom_k_pages * layers
+    host_k_head_in_group = host_k_token * page_size
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_page = host_k_head_group * extent_k_head_group
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_dim, runs=extent_k_head * page_size * layers, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head * layers, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_dim, runs=extent_k_head * page_size, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_dim, runs=extent_v_head * page_size * layers, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head * layers, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_dim, runs=extent_v_head * page_size, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
+        Walk("k", "pages", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group * page_size * layers, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group * layers, grain=atom_k_pages),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group * page_size, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("v", "pages", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group * page_size * layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group * layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group * page_size, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
     )
 
 
-def walks_per_layer_page_record(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_page_unified(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form per_layer and layout page_unified."""
+    atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group
+    atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group
+    host_v_base = atom_k_pages * page_size
+    host_k_layer = host_v_base + atom_v_pages * page_size
+    return (
+        Walk("k", "pages", atom=atom_k_pages, runs=extent_k_head_group * layers * page_size, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("k", "tokens", atom=atom_k_pages, runs=extent_k_head_group * layers, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=extent_k_head_group * page_size, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("v", "pages", atom=atom_v_pages, runs=extent_v_head_group * layers * page_size, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=extent_v_head_group * layers, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=extent_v_head_group * page_size, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+    )
+
+
+def walks_per_layer_page_record(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout page_record."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group
+    atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group
+    host_k_token = atom_k_pages * layers
+    host_v_base = host_k_token * page_size
+    host_v_token = atom_v_pages * layers
+    host_k_page = host_v_base + host_v_token * page_size
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=page_size * layers, grain=gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=layers, grain=gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=page_size, grain=gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_head * extent_k_dim, runs=1, grain=gcd(itemsize_kv * extent_k_head * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=page_size * layers, grain=gcd(gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=layers, grain=gcd(gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=page_size, grain=gcd(gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_head * extent_v_dim, runs=1, grain=gcd(gcd(itemsize_kv * extent_v_head * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
+        Walk("k", "pages", atom=atom_k_pages, runs=page_size * layers, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("k", "tokens", atom=atom_k_pages, runs=layers, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=page_size, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=1, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("v", "pages", atom=atom_v_pages, runs=page_size * layers, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=layers, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=page_size, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=1, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
     )
 
 
-def walks_head_major_layer_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_head_major_layer_first(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form head_major and layout layer_first."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_head_group = atom_k_pages * extent_k_head_in_group
+    host_k_token = host_k_head_group * extent_k_head_group
+    host_k_page = host_k_token * page_size
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_dim, runs=layers * page_size * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_dim, runs=layers * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_dim, runs=page_size * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_dim, runs=layers * page_size * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_dim, runs=layers * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_dim, runs=page_size * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
+        Walk("k", "pages", atom=atom_k_pages, runs=layers * page_size * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_pages, runs=layers * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=page_size * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("v", "pages", atom=atom_v_pages, runs=layers * page_size * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page * layers)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=layers * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page * layers)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=page_size * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page * layers)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page * layers)),
     )
 
 
-def walks_head_major_page_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_head_major_page_first(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form head_major and layout page_first."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_head_group = atom_k_pages * extent_k_head_in_group
+    host_k_layer = host_k_head_group * extent_k_head_group
+    host_k_token = host_k_layer * layers
+    host_k_page = host_k_token * page_size
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_dim, runs=page_size * layers * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_dim, runs=layers * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_dim, runs=page_size * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_dim, runs=page_size * layers * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_dim, runs=layers * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_dim, runs=page_size * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
+        Walk("k", "pages", atom=atom_k_pages, runs=page_size * layers * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_pages, runs=layers * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=page_size * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("v", "pages", atom=atom_v_pages, runs=page_size * layers * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=layers * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=page_size * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
     )
 
 
-def walks_head_major_page_first_direct(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_head_major_page_first_direct(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form head_major and layout page_first_direct."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_head_group = atom_k_pages * extent_k_head_in_group
+    host_k_token = host_k_head_group * extent_k_head_group
+    host_k_layer = host_k_token * page_size
+    host_k_page = host_k_layer * layers
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_dim, runs=layers * page_size * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_dim, runs=layers * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_dim, runs=page_size * extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_dim, runs=layers * page_size * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_dim, runs=layers * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_dim, runs=page_size * extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * page_size * layers)),
+        Walk("k", "pages", atom=atom_k_pages, runs=layers * page_size * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_pages, runs=layers * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=page_size * extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("v", "pages", atom=atom_v_pages, runs=layers * page_size * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=layers * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=page_size * extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
     )
 
 
-def walks_head_major_page_head(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_head_major_page_head(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form head_major and layout page_head."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_token = atom_k_pages * layers
+    host_k_head_in_group = host_k_token * page_size
+    host_k_head_group = host_k_head_in_group * extent_k_head_in_group
+    host_k_page = host_k_head_group * extent_k_head_group
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_dim, runs=extent_k_head * page_size * layers, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head * layers, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_dim, runs=extent_k_head * page_size, grain=itemsize_kv * extent_k_dim),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head, grain=itemsize_kv * extent_k_dim),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_dim, runs=extent_v_head * page_size * layers, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head * layers, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_dim, runs=extent_v_head * page_size, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head, grain=gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * layers * page_size * extent_k_head)),
+        Walk("k", "pages", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group * page_size * layers, grain=atom_k_pages),
+        Walk("k", "tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group * layers, grain=atom_k_pages),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group * page_size, grain=atom_k_pages),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=atom_k_pages),
+        Walk("v", "pages", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group * page_size * layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group * layers, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group * page_size, grain=gcd(atom_v_pages, host_k_page)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(atom_v_pages, host_k_page)),
     )
 
 
-def walks_head_major_page_record(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
-    """Runs between form head_major and layout page_record."""
-    extent_k_dim = sizes["extent_k_dim"]
-    extent_k_head = sizes["extent_k_head"]
-    extent_v_dim = sizes["extent_v_dim"]
-    extent_v_head = sizes["extent_v_head"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+def walks_head_major_page_unified(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form head_major and layout page_unified."""
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_token = atom_k_pages * extent_k_head_in_group
+    host_v_base = host_k_token * page_size
+    host_v_token = atom_v_pages * extent_v_head_in_group
+    host_k_layer = host_v_base + host_v_token * page_size
     return (
-        Walk("k", "pages", atom=itemsize_kv * extent_k_dim, runs=page_size * layers * extent_k_head, grain=gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("k", "tokens", atom=itemsize_kv * extent_k_dim, runs=layers * extent_k_head, grain=gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("k", "layer_pages", atom=itemsize_kv * extent_k_dim, runs=page_size * extent_k_head, grain=gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("k", "layer_tokens", atom=itemsize_kv * extent_k_dim, runs=extent_k_head, grain=gcd(itemsize_kv * extent_k_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size)),
-        Walk("v", "pages", atom=itemsize_kv * extent_v_dim, runs=page_size * layers * extent_v_head, grain=gcd(gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "tokens", atom=itemsize_kv * extent_v_dim, runs=layers * extent_v_head, grain=gcd(gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_pages", atom=itemsize_kv * extent_v_dim, runs=page_size * extent_v_head, grain=gcd(gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
-        Walk("v", "layer_tokens", atom=itemsize_kv * extent_v_dim, runs=extent_v_head, grain=gcd(gcd(itemsize_kv * extent_v_dim, itemsize_kv * extent_k_dim * extent_k_head * layers * page_size + itemsize_kv * extent_v_dim * extent_v_head * layers * page_size), itemsize_kv * extent_k_dim * extent_k_head * layers * page_size)),
+        Walk("k", "pages", atom=atom_k_pages, runs=extent_k_head_group * layers * page_size * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("k", "tokens", atom=atom_k_pages, runs=extent_k_head_group * layers * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=extent_k_head_group * page_size * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_layer)),
+        Walk("v", "pages", atom=atom_v_pages, runs=extent_v_head_group * layers * page_size * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=extent_v_head_group * layers * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=extent_v_head_group * page_size * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_layer), host_v_base)),
+    )
+
+
+def walks_head_major_page_record(*, extent_k_dim: int, extent_k_head_group: int, extent_k_head_in_group: int, extent_v_dim: int, extent_v_head_group: int, extent_v_head_in_group: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form head_major and layout page_record."""
+    atom_k_pages = itemsize_kv * extent_k_dim
+    atom_v_pages = itemsize_kv * extent_v_dim
+    host_k_head_group = atom_k_pages * extent_k_head_in_group
+    host_k_layer = host_k_head_group * extent_k_head_group
+    host_k_token = host_k_layer * layers
+    host_v_base = host_k_token * page_size
+    host_v_head_group = atom_v_pages * extent_v_head_in_group
+    host_v_layer = host_v_head_group * extent_v_head_group
+    host_v_token = host_v_layer * layers
+    host_k_page = host_v_base + host_v_token * page_size
+    return (
+        Walk("k", "pages", atom=atom_k_pages, runs=page_size * layers * extent_k_head_group * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("k", "tokens", atom=atom_k_pages, runs=layers * extent_k_head_group * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("k", "layer_pages", atom=atom_k_pages, runs=page_size * extent_k_head_group * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("k", "layer_tokens", atom=atom_k_pages, runs=extent_k_head_group * extent_k_head_in_group, grain=gcd(atom_k_pages, host_k_page)),
+        Walk("v", "pages", atom=atom_v_pages, runs=page_size * layers * extent_v_head_group * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
+        Walk("v", "tokens", atom=atom_v_pages, runs=layers * extent_v_head_group * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
+        Walk("v", "layer_pages", atom=atom_v_pages, runs=page_size * extent_v_head_group * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
+        Walk("v", "layer_tokens", atom=atom_v_pages, runs=extent_v_head_group * extent_v_head_in_group, grain=gcd(gcd(atom_v_pages, host_k_page), host_v_base)),
     )
 
 
@@ -486,13 +579,14 @@ SPEC = PoolSpec(
         Param("heads", min=1),
         Param("head_dim", min=1),
         Param("v_head_dim", min=1),
+        Param("head_groups", min=1, default=1),
     ),
     dtypes={
         "kv": ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8"),
     },
     components=(
-        Component("k", "k", dims=("head", "dim"), group="kv"),
-        Component("v", "v", dims=("head", "dim"), group="kv"),
+        Component("k", "k", dims=("head_group", "head_in_group", "dim"), group="kv"),
+        Component("v", "v", dims=("head_group", "head_in_group", "dim"), group="kv"),
     ),
     records=(
     ),
@@ -505,6 +599,7 @@ SPEC = PoolSpec(
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
         "page_first_direct": Layout(("component", "page", "layer", "token", "element"), host_page_first_direct),
         "page_head": Layout(("component", "page", "head", "token", "layer", "dim"), host_page_head),
+        "page_unified": Layout(("page", "head_group", "layer", "component", "token", "head_in_group", "element"), host_page_unified),
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
     },
     programs={
@@ -512,11 +607,13 @@ SPEC = PoolSpec(
         ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=True),
         ("per_layer", "page_first_direct"): Program("per_layer_page_first_direct", walks_per_layer_page_first_direct, tokens=True),
         ("per_layer", "page_head"): Program("per_layer_page_head", walks_per_layer_page_head, tokens=True),
+        ("per_layer", "page_unified"): Program("per_layer_page_unified", walks_per_layer_page_unified, tokens=True),
         ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=True),
         ("head_major", "layer_first"): Program("head_major_layer_first", walks_head_major_layer_first, tokens=True),
         ("head_major", "page_first"): Program("head_major_page_first", walks_head_major_page_first, tokens=True),
         ("head_major", "page_first_direct"): Program("head_major_page_first_direct", walks_head_major_page_first_direct, tokens=True),
         ("head_major", "page_head"): Program("head_major_page_head", walks_head_major_page_head, tokens=True),
+        ("head_major", "page_unified"): Program("head_major_page_unified", walks_head_major_page_unified, tokens=True),
         ("head_major", "page_record"): Program("head_major_page_record", walks_head_major_page_record, tokens=True),
     },
     extents={
@@ -524,6 +621,10 @@ SPEC = PoolSpec(
     },
     parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens", "load_layer_pages", "load_layer_tokens"),
     layer_lists=("layers",),
+    splits={"head": ("head_group", "head_in_group")},
+    require=(
+        ("head_groups * (heads // head_groups) == heads", ("head_groups", "heads"), lambda head_groups, heads: head_groups * (heads // head_groups) == heads),
+    ),
 )
 
 
@@ -543,6 +644,7 @@ class MHATokenToKVPoolHost(HostPool):
         heads: int,
         head_dim: int,
         v_head_dim: int,
+        head_groups: int = 1,
         dtype: torch.dtype,
         layers: Iterable[int],
         page_size: int,
@@ -557,7 +659,7 @@ class MHATokenToKVPoolHost(HostPool):
         hugepages: bool | None = None,
     ) -> None:
         super().__init__(
-            params={"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim},
+            params={"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "head_groups": head_groups},
             dtypes={"kv": dtype},
             layers={"layers": layers},
             variants={},
@@ -580,6 +682,7 @@ class MHATokenToKVPoolHost(HostPool):
         heads: int,
         head_dim: int,
         v_head_dim: int,
+        head_groups: int = 1,
         dtype: torch.dtype,
         layers: Iterable[int],
         page_size: int,
@@ -592,7 +695,7 @@ class MHATokenToKVPoolHost(HostPool):
     ) -> RequiredBytes:
         """Bytes of host memory and of staging that a pool of these sizes takes, before it is built."""
         return cls._required_bytes(
-            params={"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim},
+            params={"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "head_groups": head_groups},
             dtypes={"kv": dtype},
             layers={"layers": layers},
             variants={},

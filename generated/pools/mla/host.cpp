@@ -250,6 +250,36 @@ inline void describe_program(i64 pages, i64* out) {
 
 }  // namespace mla::per_layer_page_first_direct
 
+namespace mla::per_layer_page_unified {
+
+// Every constant of the program, in the order in which pool.py has them.
+inline void describe_program(i64 pages, i64* out) {
+  out[0] = host_bytes(pages);
+  out[1] = page_bytes;
+  out[2] = host_kv_base;
+  out[3] = host_kv_page;
+  out[4] = host_kv_layer;
+  out[5] = host_kv_token;
+  out[6] = host_kv_latent;
+  out[7] = device_kv_page;
+  out[8] = device_kv_token;
+  out[9] = device_kv_latent;
+  out[10] = atom_kv_pages;
+  out[11] = runs_kv_pages;
+  out[12] = vector_kv_pages;
+  out[13] = atom_kv_tokens;
+  out[14] = runs_kv_tokens;
+  out[15] = vector_kv_tokens;
+  out[16] = atom_kv_layer_pages;
+  out[17] = runs_kv_layer_pages;
+  out[18] = vector_kv_layer_pages;
+  out[19] = atom_kv_layer_tokens;
+  out[20] = runs_kv_layer_tokens;
+  out[21] = vector_kv_layer_tokens;
+}
+
+}  // namespace mla::per_layer_page_unified
+
 namespace mla::per_layer_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.

@@ -22,24 +22,25 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_kv_latent * page_size * pages * layers; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_kv_latent;
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_kv_base = 0;
+constexpr i64 host_kv_latent = itemsize_kv;
+constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 host_kv_page = host_kv_token * page_size;
+PW_CONSTEXPR i64 host_kv_layer(i64 pages) { return host_kv_page * pages; }
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_layer(pages) * layers; }
+constexpr i64 page_bytes = host_kv_page * layers;
 
 // kv: host [layer, page, token, latent], device [layer] [page, token, latent]
 constexpr i64 table_kv = 0;
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_page = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 device_kv_page = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
 constexpr i64 device_kv_latent = itemsize_kv;
-PW_CONSTEXPR i64 host_kv_layer(i64 pages) { return itemsize_kv * extent_kv_latent * page_size * pages; }
+constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 device_kv_page = device_kv_token * page_size;
 
 // kv, one page an id: layer runs of token x latent
-constexpr i64 atom_kv_pages = itemsize_kv * page_size * extent_kv_latent;
+constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_pages = layers;
-constexpr i64 vector_kv_pages = pw::vector_width(itemsize_kv * page_size * extent_kv_latent);
+constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -50,7 +51,7 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 // kv, one token an id: layer runs of latent
 constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -60,9 +61,9 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: 1 runs of token x latent
-constexpr i64 atom_kv_layer_pages = itemsize_kv * page_size * extent_kv_latent;
+constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(itemsize_kv * page_size * extent_kv_latent);
+constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
@@ -72,7 +73,7 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 // kv, one layer, one token an id: 1 runs of latent
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -91,24 +92,25 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_kv_latent * layers * page_size * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_kv_latent;
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_kv_base = 0;
+constexpr i64 host_kv_latent = itemsize_kv;
+constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent;
+constexpr i64 host_kv_token = host_kv_layer * layers;
+constexpr i64 host_kv_page = host_kv_token * page_size;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
+constexpr i64 page_bytes = host_kv_page;
 
 // kv: host [page, token, layer, latent], device [layer] [page, token, latent]
 constexpr i64 table_kv = 0;
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_page = itemsize_kv * extent_kv_latent * layers * page_size;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent * layers;
-constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 device_kv_page = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
 constexpr i64 device_kv_latent = itemsize_kv;
+constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 device_kv_page = device_kv_token * page_size;
 
 // kv, one page an id: token x layer runs of latent
 constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_pages = page_size * layers;
-constexpr i64 vector_kv_pages = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -121,7 +123,7 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 // kv, one token an id: layer runs of latent
 constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -133,7 +135,7 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 // kv, one layer, one page an id: token runs of latent
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_pages = page_size;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -144,7 +146,7 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 // kv, one layer, one token an id: 1 runs of latent
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -163,24 +165,25 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_kv_latent * page_size * layers * pages; }
-constexpr i64 page_bytes = itemsize_kv * page_size * layers * extent_kv_latent;
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_kv_base = 0;
+constexpr i64 host_kv_latent = itemsize_kv;
+constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 host_kv_layer = host_kv_token * page_size;
+constexpr i64 host_kv_page = host_kv_layer * layers;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
+constexpr i64 page_bytes = host_kv_page;
 
 // kv: host [page, layer, token, latent], device [layer] [page, token, latent]
 constexpr i64 table_kv = 0;
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_page = itemsize_kv * extent_kv_latent * page_size * layers;
-constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 device_kv_page = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
 constexpr i64 device_kv_latent = itemsize_kv;
+constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 device_kv_page = device_kv_token * page_size;
 
 // kv, one page an id: layer runs of token x latent
-constexpr i64 atom_kv_pages = itemsize_kv * page_size * extent_kv_latent;
+constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_pages = layers;
-constexpr i64 vector_kv_pages = pw::vector_width(itemsize_kv * page_size * extent_kv_latent);
+constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -191,7 +194,7 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 // kv, one token an id: layer runs of latent
 constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -201,9 +204,9 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: 1 runs of token x latent
-constexpr i64 atom_kv_layer_pages = itemsize_kv * page_size * extent_kv_latent;
+constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(itemsize_kv * page_size * extent_kv_latent);
+constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
@@ -213,7 +216,7 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 // kv, one layer, one token an id: 1 runs of latent
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -222,6 +225,76 @@ PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first_direct
+
+// ---- form per_layer, layout page_unified
+namespace per_layer_page_unified {
+
+struct View {
+  const u64* tensors;
+  char* host;
+  i64 pages;
+};
+
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_kv_base = 0;
+constexpr i64 host_kv_latent = itemsize_kv;
+constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 host_kv_layer = host_kv_token * page_size;
+constexpr i64 host_kv_page = host_kv_layer * layers;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
+constexpr i64 page_bytes = host_kv_page;
+
+// kv: host [page, layer, token, latent], device [layer] [page, token, latent]
+constexpr i64 table_kv = 0;
+constexpr i64 device_kv_latent = itemsize_kv;
+constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 device_kv_page = device_kv_token * page_size;
+
+// kv, one page an id: layer runs of token x latent
+constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent * page_size;
+constexpr i64 runs_kv_pages = layers;
+constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
+PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id, device_page = device_id;
+  const u32 layer = run;
+  return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
+          view.host + host_page * host_kv_page + layer * host_kv_layer};
+}
+
+// kv, one token an id: layer runs of latent
+constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
+constexpr i64 runs_kv_tokens = layers;
+constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
+PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  const u32 layer = run;
+  return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page + device_token * device_kv_token,
+          view.host + host_page * host_kv_page + layer * host_kv_layer + host_token * host_kv_token};
+}
+
+// kv, one layer, one page an id: 1 runs of token x latent
+constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
+constexpr i64 runs_kv_layer_pages = 1;
+constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
+PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
+  const u32 host_page = host_id, device_page = device_id;
+  return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
+          view.host + host_page * host_kv_page + layer * host_kv_layer};
+}
+
+// kv, one layer, one token an id: 1 runs of latent
+constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
+constexpr i64 runs_kv_layer_tokens = 1;
+constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
+PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
+  const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
+  const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
+  return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page + device_token * device_kv_token,
+          view.host + host_page * host_kv_page + layer * host_kv_layer + host_token * host_kv_token};
+}
+
+}  // namespace per_layer_page_unified
 
 // ---- form per_layer, layout page_record
 namespace per_layer_page_record {
@@ -232,24 +305,25 @@ struct View {
   i64 pages;
 };
 
-PW_CONSTEXPR i64 host_bytes(i64 pages) { return itemsize_kv * extent_kv_latent * layers * page_size * pages; }
-constexpr i64 page_bytes = itemsize_kv * extent_kv_latent * layers * page_size;
+// Host bytes: where each component starts, and from one index of an axis to the next.
+constexpr i64 host_kv_base = 0;
+constexpr i64 host_kv_latent = itemsize_kv;
+constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent;
+constexpr i64 host_kv_token = host_kv_layer * layers;
+constexpr i64 host_kv_page = host_kv_token * page_size;
+PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
+constexpr i64 page_bytes = host_kv_page;
 
 // kv: host [page, token, layer, latent], device [layer] [page, token, latent]
 constexpr i64 table_kv = 0;
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_page = itemsize_kv * extent_kv_latent * layers * page_size;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent * layers;
-constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 device_kv_page = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
 constexpr i64 device_kv_latent = itemsize_kv;
+constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
+constexpr i64 device_kv_page = device_kv_token * page_size;
 
 // kv, one page an id: token x layer runs of latent
 constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_pages = page_size * layers;
-constexpr i64 vector_kv_pages = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -262,7 +336,7 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 // kv, one token an id: layer runs of latent
 constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -274,7 +348,7 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 // kv, one layer, one page an id: token runs of latent
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_pages = page_size;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -285,7 +359,7 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 // kv, one layer, one token an id: 1 runs of latent
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(itemsize_kv * extent_kv_latent);
+constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -25,176 +25,191 @@ from poolwright.runtime.pool import HostPool, RequiredBytes
 __all__ = ["MLATokenToKVPoolHost"]
 
 
-def extents(sizes: Mapping[str, int]) -> dict[str, int]:
+def extents(*, kv_lora_rank: int, qk_rope_head_dim: int, **_: int) -> dict[str, int]:
     """Extents of the element axes, and which components are there."""
-    kv_lora_rank = sizes["kv_lora_rank"]
-    qk_rope_head_dim = sizes["qk_rope_head_dim"]
-    extent_kv_latent = kv_lora_rank + qk_rope_head_dim
     return {
-        "extent_kv_latent": extent_kv_latent,
+        "extent_kv_latent": kv_lora_rank + qk_rope_head_dim,
     }
 
 
-def host_layer_first(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_layer_first(pages: int, *, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout layer_first: [component, layer, page, token, element]."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_kv_token = itemsize_kv * extent_kv_latent
+    host_kv_page = host_kv_token * page_size
+    host_kv_layer = host_kv_page * pages
     return HostLayout(
-        nbytes=itemsize_kv * extent_kv_latent * page_size * pages * layers,
-        page_bytes=itemsize_kv * page_size * layers * extent_kv_latent,
+        nbytes=host_kv_layer * layers,
+        page_bytes=host_kv_page * layers,
         parts=(
             HostPart("kv", base=0, axes=(
-                ("layer", layers, itemsize_kv * extent_kv_latent * page_size * pages),
-                ("page", pages, itemsize_kv * extent_kv_latent * page_size),
-                ("token", page_size, itemsize_kv * extent_kv_latent),
+                ("layer", layers, host_kv_layer),
+                ("page", pages, host_kv_page),
+                ("token", page_size, host_kv_token),
                 ("latent", extent_kv_latent, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("kv", base=0, left=((layers, itemsize_kv * extent_kv_latent * page_size * pages),), nbytes=itemsize_kv * extent_kv_latent * page_size),
+            PageRanges("kv", base=0, left=((layers, host_kv_layer),), nbytes=host_kv_page),
         ),
     )
 
 
-def host_page_first(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_first(pages: int, *, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first: [component, page, token, layer, element]."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_kv_layer = itemsize_kv * extent_kv_latent
+    host_kv_token = host_kv_layer * layers
+    host_kv_page = host_kv_token * page_size
     return HostLayout(
-        nbytes=itemsize_kv * extent_kv_latent * layers * page_size * pages,
-        page_bytes=itemsize_kv * page_size * layers * extent_kv_latent,
+        nbytes=host_kv_page * pages,
+        page_bytes=host_kv_page,
         parts=(
             HostPart("kv", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_kv_latent * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_kv_latent * layers),
-                ("layer", layers, itemsize_kv * extent_kv_latent),
+                ("page", pages, host_kv_page),
+                ("token", page_size, host_kv_token),
+                ("layer", layers, host_kv_layer),
                 ("latent", extent_kv_latent, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("kv", base=0, left=(), nbytes=itemsize_kv * extent_kv_latent * layers * page_size),
+            PageRanges("kv", base=0, left=(), nbytes=host_kv_page),
         ),
     )
 
 
-def host_page_first_direct(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_first_direct(pages: int, *, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_first_direct: [component, page, layer, token, element]."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_kv_token = itemsize_kv * extent_kv_latent
+    host_kv_layer = host_kv_token * page_size
+    host_kv_page = host_kv_layer * layers
     return HostLayout(
-        nbytes=itemsize_kv * extent_kv_latent * page_size * layers * pages,
-        page_bytes=itemsize_kv * page_size * layers * extent_kv_latent,
+        nbytes=host_kv_page * pages,
+        page_bytes=host_kv_page,
         parts=(
             HostPart("kv", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_kv_latent * page_size * layers),
-                ("layer", layers, itemsize_kv * extent_kv_latent * page_size),
-                ("token", page_size, itemsize_kv * extent_kv_latent),
+                ("page", pages, host_kv_page),
+                ("layer", layers, host_kv_layer),
+                ("token", page_size, host_kv_token),
                 ("latent", extent_kv_latent, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges("kv", base=0, left=(), nbytes=itemsize_kv * extent_kv_latent * page_size * layers),
+            PageRanges("kv", base=0, left=(), nbytes=host_kv_page),
         ),
     )
 
 
-def host_page_record(sizes: Mapping[str, int], pages: int) -> HostLayout:
+def host_page_unified(pages: int, *, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
+    """Host bytes in layout page_unified: [page, head_group, layer, component, token, head_in_group, element]."""
+    host_kv_token = itemsize_kv * extent_kv_latent
+    host_kv_layer = host_kv_token * page_size
+    host_kv_page = host_kv_layer * layers
+    return HostLayout(
+        nbytes=host_kv_page * pages,
+        page_bytes=host_kv_page,
+        parts=(
+            HostPart("kv", base=0, axes=(
+                ("page", pages, host_kv_page),
+                ("layer", layers, host_kv_layer),
+                ("token", page_size, host_kv_token),
+                ("latent", extent_kv_latent, itemsize_kv),
+            )),
+        ),
+        ranges=(
+            PageRanges(None, base=0, left=(), nbytes=host_kv_page),
+        ),
+    )
+
+
+def host_page_record(pages: int, *, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> HostLayout:
     """Host bytes in layout page_record: [page, component, token, layer, element]."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    host_kv_layer = itemsize_kv * extent_kv_latent
+    host_kv_token = host_kv_layer * layers
+    host_kv_page = host_kv_token * page_size
     return HostLayout(
-        nbytes=itemsize_kv * extent_kv_latent * layers * page_size * pages,
-        page_bytes=itemsize_kv * extent_kv_latent * layers * page_size,
+        nbytes=host_kv_page * pages,
+        page_bytes=host_kv_page,
         parts=(
             HostPart("kv", base=0, axes=(
-                ("page", pages, itemsize_kv * extent_kv_latent * layers * page_size),
-                ("token", page_size, itemsize_kv * extent_kv_latent * layers),
-                ("layer", layers, itemsize_kv * extent_kv_latent),
+                ("page", pages, host_kv_page),
+                ("token", page_size, host_kv_token),
+                ("layer", layers, host_kv_layer),
                 ("latent", extent_kv_latent, itemsize_kv),
             )),
         ),
         ranges=(
-            PageRanges(None, base=0, left=(), nbytes=itemsize_kv * extent_kv_latent * layers * page_size),
+            PageRanges(None, base=0, left=(), nbytes=host_kv_page),
         ),
     )
 
 
-def device_per_layer(sizes: Mapping[str, int]) -> tuple[DevicePart, ...]:
+def device_per_layer(*, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[DevicePart, ...]:
     """Device tensors in form per_layer: tensors [component, layer], each [page, token, element]."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    device_kv_token = itemsize_kv * extent_kv_latent
+    device_kv_page = device_kv_token * page_size
     return (
         DevicePart("kv", table=layers, axes=(
-            ("page", None, itemsize_kv * extent_kv_latent * page_size),
-            ("token", page_size, itemsize_kv * extent_kv_latent),
+            ("page", None, device_kv_page),
+            ("token", page_size, device_kv_token),
             ("latent", extent_kv_latent, itemsize_kv),
         )),
     )
 
 
-def walks_per_layer_layer_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_layer_first(*, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout layer_first."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_kv_pages = itemsize_kv * extent_kv_latent * page_size
+    atom_kv_tokens = itemsize_kv * extent_kv_latent
     return (
-        Walk("kv", "pages", atom=itemsize_kv * page_size * extent_kv_latent, runs=layers, grain=itemsize_kv * page_size * extent_kv_latent),
-        Walk("kv", "tokens", atom=itemsize_kv * extent_kv_latent, runs=layers, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "layer_pages", atom=itemsize_kv * page_size * extent_kv_latent, runs=1, grain=itemsize_kv * page_size * extent_kv_latent),
-        Walk("kv", "layer_tokens", atom=itemsize_kv * extent_kv_latent, runs=1, grain=itemsize_kv * extent_kv_latent),
+        Walk("kv", "pages", atom=atom_kv_pages, runs=layers, grain=atom_kv_pages),
+        Walk("kv", "tokens", atom=atom_kv_tokens, runs=layers, grain=atom_kv_tokens),
+        Walk("kv", "layer_pages", atom=atom_kv_pages, runs=1, grain=atom_kv_pages),
+        Walk("kv", "layer_tokens", atom=atom_kv_tokens, runs=1, grain=atom_kv_tokens),
     )
 
 
-def walks_per_layer_page_first(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_page_first(*, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout page_first."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_kv_pages = itemsize_kv * extent_kv_latent
     return (
-        Walk("kv", "pages", atom=itemsize_kv * extent_kv_latent, runs=page_size * layers, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "tokens", atom=itemsize_kv * extent_kv_latent, runs=layers, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "layer_pages", atom=itemsize_kv * extent_kv_latent, runs=page_size, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "layer_tokens", atom=itemsize_kv * extent_kv_latent, runs=1, grain=itemsize_kv * extent_kv_latent),
+        Walk("kv", "pages", atom=atom_kv_pages, runs=page_size * layers, grain=atom_kv_pages),
+        Walk("kv", "tokens", atom=atom_kv_pages, runs=layers, grain=atom_kv_pages),
+        Walk("kv", "layer_pages", atom=atom_kv_pages, runs=page_size, grain=atom_kv_pages),
+        Walk("kv", "layer_tokens", atom=atom_kv_pages, runs=1, grain=atom_kv_pages),
     )
 
 
-def walks_per_layer_page_first_direct(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
+def walks_per_layer_page_first_direct(*, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
     """Runs between form per_layer and layout page_first_direct."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+    atom_kv_pages = itemsize_kv * extent_kv_latent * page_size
+    atom_kv_tokens = itemsize_kv * extent_kv_latent
     return (
-        Walk("kv", "pages", atom=itemsize_kv * page_size * extent_kv_latent, runs=layers, grain=itemsize_kv * page_size * extent_kv_latent),
-        Walk("kv", "tokens", atom=itemsize_kv * extent_kv_latent, runs=layers, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "layer_pages", atom=itemsize_kv * page_size * extent_kv_latent, runs=1, grain=itemsize_kv * page_size * extent_kv_latent),
-        Walk("kv", "layer_tokens", atom=itemsize_kv * extent_kv_latent, runs=1, grain=itemsize_kv * extent_kv_latent),
+        Walk("kv", "pages", atom=atom_kv_pages, runs=layers, grain=atom_kv_pages),
+        Walk("kv", "tokens", atom=atom_kv_tokens, runs=layers, grain=atom_kv_tokens),
+        Walk("kv", "layer_pages", atom=atom_kv_pages, runs=1, grain=atom_kv_pages),
+        Walk("kv", "layer_tokens", atom=atom_kv_tokens, runs=1, grain=atom_kv_tokens),
     )
 
 
-def walks_per_layer_page_record(sizes: Mapping[str, int]) -> tuple[Walk, ...]:
-    """Runs between form per_layer and layout page_record."""
-    extent_kv_latent = sizes["extent_kv_latent"]
-    itemsize_kv = sizes["itemsize_kv"]
-    layers = sizes["layers"]
-    page_size = sizes["page_size"]
+def walks_per_layer_page_unified(*, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form per_layer and layout page_unified."""
+    atom_kv_pages = itemsize_kv * extent_kv_latent * page_size
+    atom_kv_tokens = itemsize_kv * extent_kv_latent
     return (
-        Walk("kv", "pages", atom=itemsize_kv * extent_kv_latent, runs=page_size * layers, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "tokens", atom=itemsize_kv * extent_kv_latent, runs=layers, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "layer_pages", atom=itemsize_kv * extent_kv_latent, runs=page_size, grain=itemsize_kv * extent_kv_latent),
-        Walk("kv", "layer_tokens", atom=itemsize_kv * extent_kv_latent, runs=1, grain=itemsize_kv * extent_kv_latent),
+        Walk("kv", "pages", atom=atom_kv_pages, runs=layers, grain=atom_kv_pages),
+        Walk("kv", "tokens", atom=atom_kv_tokens, runs=layers, grain=atom_kv_tokens),
+        Walk("kv", "layer_pages", atom=atom_kv_pages, runs=1, grain=atom_kv_pages),
+        Walk("kv", "layer_tokens", atom=atom_kv_tokens, runs=1, grain=atom_kv_tokens),
+    )
+
+
+def walks_per_layer_page_record(*, extent_kv_latent: int, itemsize_kv: int, layers: int, page_size: int, **_: int) -> tuple[Walk, ...]:
+    """Runs between form per_layer and layout page_record."""
+    atom_kv_pages = itemsize_kv * extent_kv_latent
+    return (
+        Walk("kv", "pages", atom=atom_kv_pages, runs=page_size * layers, grain=atom_kv_pages),
+        Walk("kv", "tokens", atom=atom_kv_pages, runs=layers, grain=atom_kv_pages),
+        Walk("kv", "layer_pages", atom=atom_kv_pages, runs=page_size, grain=atom_kv_pages),
+        Walk("kv", "layer_tokens", atom=atom_kv_pages, runs=1, grain=atom_kv_pages),
     )
 
 
@@ -222,12 +237,14 @@ SPEC = PoolSpec(
         "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
         "page_first_direct": Layout(("component", "page", "layer", "token", "element"), host_page_first_direct),
+        "page_unified": Layout(("page", "head_group", "layer", "component", "token", "head_in_group", "element"), host_page_unified),
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
     },
     programs={
         ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=True),
         ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=True),
         ("per_layer", "page_first_direct"): Program("per_layer_page_first_direct", walks_per_layer_page_first_direct, tokens=True),
+        ("per_layer", "page_unified"): Program("per_layer_page_unified", walks_per_layer_page_unified, tokens=True),
         ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=True),
     },
     extents={
