@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def _one(name: str, text: str) -> int:
         raise package.PackageError(f"--set {name}={text}: expected an integer") from None
 
 
-def _choice(name: str, given: Mapping[str, str], allowed: Sequence[str]) -> str:
+def _choice(name: str, given: Mapping[str, str], allowed: Collection[str]) -> str:
     found = given.get(name, next(iter(allowed)))
     if found not in allowed:
         raise package.PackageError(f"--set {name}={found}: expected one of {', '.join(allowed)}")
