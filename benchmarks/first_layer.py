@@ -48,8 +48,8 @@ class Clocks:
     def __init__(self) -> None:
         major, minor = torch.cuda.get_device_capability()
         source = Path(__file__).with_suffix(".cu")
-        cubin = jit.cubin(jit.Unit("first_layer", source, ()), f"sm_{major}{minor}")
-        self._kernels = CudaKernels([cubin])
+        cubins = jit.cubins(jit.Unit("first_layer", source), f"sm_{major}{minor}")
+        self._kernels = CudaKernels(cubins)
         self.times = torch.zeros(MOST_ARRIVALS + 16, dtype=torch.int64, device="cuda")
         self._kept: list[Any] = []
 

@@ -7,7 +7,6 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,9 +102,7 @@ class Code:
             newer = toolchain.check_driver(compiler, driver_version())
             if newer is not None:
                 raise newer.error()
-        units = [self.source.unit(part, align) for part in self.source.parts]
-        with ThreadPoolExecutor(len(units)) as pool:  # NVRTC compiles outside the interpreter's lock
-            cubins = list(pool.map(lambda unit: jit.cubin(unit, arch), units))
+        cubins = jit.cubins(self.source.unit("kernels", align), arch)
         try:
             with self.driver.guard():
                 return CudaKernels(cubins)

@@ -158,7 +158,7 @@ def layer_tensors(
     if isinstance(given, Mapping):
         by_id = dict(given)
     elif isinstance(given, Sequence) or isinstance(given, torch.Tensor):
-        rows = list(given)
+        rows = [given] if isinstance(given, torch.Tensor) and len(ids) == 1 else list(given)
         if len(rows) != len(ids):
             raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}")
         if len(set(ids)) != len(ids):

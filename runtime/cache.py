@@ -1,13 +1,15 @@
-"""The content-addressed cache of compiled code: requests in, paths of verified binaries out.
+"""The content-addressed cache of compiled code: requests in, verified binaries out.
 
-An entry is a folder ``<root>/<kind>/<name>-<request>-<compiler>/`` with the binary and `manifest.json`,
-which holds everything that decided the binary's bytes. Entries appear whole, by one rename, and never
-change afterwards; readers take no lock.
+An entry is a folder ``<root>/<kind>/<name>-<request>-<compiler>/`` with one or more binaries and
+`manifest.json`, which holds everything that decided their bytes. Entries appear whole, by one rename, and
+never change afterwards; readers take no lock. Nothing is forced to disk: an entry that a crash of the
+machine has torn fails its checksums and is built again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -18,22 +20,26 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from poolwright.runtime.errors import BackendUnavailable, PoolError
 from poolwright.runtime.toolchain import Compiler
 
-FORMAT = 1
+FORMAT = 2
 STALE_SECONDS = 24 * 3600
 _log = logging.getLogger("poolwright")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of any compiler. `sources`, `headers`: (name, sha256); `arch`: what it runs on."""
+    """What is asked of any compiler. `sources`, `headers`: (name, sha256); `arch`: what it runs on.
+
+    `parts`: names of the binaries when there are several.
+    """
 
     kind: str
     name: str
@@ -42,15 +48,19 @@ class Request:
     defines: tuple[tuple[str, str], ...]
     flags: tuple[str, ...]
     arch: str
+    parts: tuple[str, ...] = ()
 
-    def content(self) -> dict[str, Any]:
-        """The request as JSON values; the manifest holds it."""
-        values = {"format": FORMAT, **vars(self)}
-        return dict(json.loads(json.dumps(values)))
+    @cached_property
+    def text(self) -> str:
+        """The request as JSON; the manifest holds it."""
+        return json.dumps({"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}})
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        return _digest(self.content())
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+_FIELDS = sorted(field.name for field in dataclasses.fields(Request))
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,22 @@ class Key:
 
     @property
     def digest(self) -> str:
-        return _digest({"request": self.request.content(), "compiler": self.compiler.identity})
+        return _digest([self.request.digest, self.compiler.identity])
 
     @property
     def folder(self) -> str:
         return f"{_stem(self.request)}{_digest(self.compiler.identity)[:8]}"
 
 
-Build = Callable[[Sequence[Key], Path], Iterable[tuple[Key, Path]]]
+class Binary(NamedTuple):
+    """A file of an entry, and its bytes: those whose checksum was compared."""
+
+    path: Path
+    data: bytes
+
+
+Build = Callable[[Sequence[Key], Path], Iterable[tuple[Key, Mapping[str, Path]]]]
+"""Builds what is missing below a scratch folder; yields the files of each key by the names they get."""
 
 
 class Corrupt(PoolError):
@@ -86,12 +104,12 @@ class Cache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def find(self, key: Key) -> Path | None:
-        """The binary of `key`, or None. Raises Corrupt."""
+    def find(self, key: Key) -> tuple[Binary, ...] | None:
+        """The binaries of `key`, or None. Raises Corrupt."""
         return self._read(self._entry(key), key.request)
 
-    def find_any(self, request: Request) -> Path | None:
-        """A binary made for `request` by any compiler, or None. Raises Corrupt if it finds no whole one."""
+    def find_any(self, request: Request) -> tuple[Binary, ...] | None:
+        """Binaries made for `request` by any compiler, or None. Raises Corrupt if it finds no whole ones."""
         broken: Corrupt | None = None
         for entry in sorted((self.root / request.kind).glob(f"{_stem(request)}*")):
             try:
@@ -105,10 +123,10 @@ class Cache:
             raise broken
         return None
 
-    def obtain(self, keys: Sequence[Key], build: Build) -> list[Path]:
+    def obtain(self, keys: Sequence[Key], build: Build) -> list[tuple[Binary, ...]]:
         """The binaries of `keys`, in order; calls `build` once for those that are missing.
 
-        `build(missing, scratch)` yields (key, built file) as they come; what it yielded before it raised
+        `build(missing, scratch)` yields (key, built files) as they come; what it yielded before it raised
         is kept. One process builds a key, others wait for it. A corrupt entry is moved aside and built
         again. Raises BackendUnavailable if something has to be built and the cache cannot be written.
         """
@@ -144,13 +162,13 @@ class Cache:
     def _entry(self, key: Key) -> Path:
         return self.root / key.request.kind / key.folder
 
-    def _published(self, key: Key) -> Path:
+    def _published(self, key: Key) -> tuple[Binary, ...]:
         found = self.find(key)
         if found is None:
             raise PoolError(f"cache entry {self._entry(key)} disappeared while it was in use; run again")
         return found
 
-    def _whole(self, key: Key, *, move_aside: bool = False) -> Path | None:
+    def _whole(self, key: Key, *, move_aside: bool = False) -> tuple[Binary, ...] | None:
         try:
             return self.find(key)
         except Corrupt as error:
@@ -160,24 +178,26 @@ class Cache:
                 _log.warning("%s", error)
             return None
 
-    def _read(self, entry: Path, request: Request) -> Path | None:
+    def _read(self, entry: Path, request: Request) -> tuple[Binary, ...] | None:
         try:
             manifest = json.loads((entry / "manifest.json").read_bytes())
-            asked, wanted = manifest["request"], manifest["binary"]["sha256"]
-            binary = entry / Path(manifest["binary"]["file"]).name
-            got = hashlib.sha256(binary.read_bytes()).hexdigest()
+            asked, files = json.dumps(manifest["request"]), list(manifest["binaries"].items())
+            paths = [entry / Path(name).name for name, _ in files]
+            found = tuple(Binary(path, path.read_bytes()) for path in paths)
         except OSError as error:
             if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not entry.is_dir():
                 return None
             name = Path(str(error.filename)).name
             raise Corrupt(entry, f"{name} cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Corrupt(entry, f"manifest.json cannot be read ({error})") from error
-        if asked != request.content():
+        if asked != request.text or len(found) != max(1, len(request.parts)):
             raise Corrupt(entry, "manifest.json belongs to another request")
-        if got != wanted:
-            raise Corrupt(entry, f"{binary.name} has sha256 {got[:16]}, its manifest says {str(wanted)[:16]}")
-        return binary
+        for binary, (name, wanted) in zip(found, files, strict=True):
+            got = hashlib.sha256(binary.data).hexdigest()
+            if got != wanted:
+                raise Corrupt(entry, f"{name} has sha256 {got[:16]}, its manifest says {str(wanted)[:16]}")
+        return found
 
     def _move_aside(self, entry: Path) -> None:
         target = self.root / "corrupt" / f"{entry.name}-{uuid.uuid4().hex[:8]}"
@@ -186,22 +206,19 @@ class Cache:
             entry.rename(target)
         _log.warning("moved %s to %s, building it again", entry.name, target)
 
-    def _publish(self, key: Key, built: Path, scratch: Path) -> None:
+    def _publish(self, key: Key, built: Mapping[str, Path], scratch: Path) -> None:
         with self._writing():
             staged = scratch / f"entry-{key.digest}"
             staged.mkdir()
-            binary = built.rename(staged / f"{key.request.name}{built.suffix}")
-            data = binary.read_bytes()
-            digest = hashlib.sha256(data).hexdigest()
+            for name, path in built.items():
+                path.rename(staged / name)
+            digests = {name: hashlib.sha256((staged / name).read_bytes()).hexdigest() for name in built}
             manifest = {
-                "request": key.request.content(),
+                "request": json.loads(key.request.text),
                 "compiler": key.compiler.identity,
-                "binary": {"file": binary.name, "bytes": len(data), "sha256": digest},
+                "binaries": digests,
             }
-            text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
-            (staged / "manifest.json").write_text(text, encoding="utf-8")
-            for path in (binary, staged / "manifest.json", staged):
-                _sync(path)
+            (staged / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             entry = self._entry(key)
             entry.parent.mkdir(exist_ok=True)
             try:
@@ -210,7 +227,6 @@ class Cache:
                 # Somebody was faster, on a file system where locks do not reach: theirs is as good.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            _sync(entry.parent)
 
     @contextlib.contextmanager
     def _locked(self, digests: Sequence[str]) -> Iterator[None]:
@@ -269,15 +285,6 @@ def _stem(request: Request) -> str:
             f"unit name: expected letters, digits, '_', '.' and '-' (at most 100), got {request.name!r}"
         )
     return f"{request.name}-{request.digest[:24]}-"
-
-
-def _sync(path: Path) -> None:
-    """Makes a file or folder survive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _alive(pid: str) -> bool:

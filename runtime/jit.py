@@ -13,11 +13,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from poolwright.runtime import env, toolchain
-from poolwright.runtime.cache import Cache, Key, Request
+from poolwright.runtime.cache import Binary, Cache, Key, Request
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
 from poolwright.runtime.toolchain import Compiler, Missing
 
@@ -28,7 +30,8 @@ HOST_FLAGS = (
 NVRTC_FLAGS = ("--std=c++17",)
 NVCC_FLAGS = ("-std=c++17", "-cubin", "-Werror", "all-warnings")
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\r\n]+)[">]', re.MULTILINE)
+# Not tied to the start of a line, which takes ten times as long: one in a comment only adds to the key.
+_INCLUDE = re.compile(rb'#[ \t]*include[ \t]*(["<])([^">\r\n]+)[">]')
 _ERROR = re.compile(r"\berror(?: #[\w-]+)?:")
 
 
@@ -36,13 +39,23 @@ _ERROR = re.compile(r"\berror(?: #[\w-]+)?:")
 class Unit:
     """One source to compile. `main`: a `host.cpp` or `kernels.cu`; `defines`: the constants it is built with.
 
-    `arguments`: those of the `compile` command that make this unit, for messages.
+    `parts`: names of the parts that a `kernels.cu` is compiled in, side by side, with PW_PART counted from
+    1; all of them are one entry of the cache. `arguments`: those of the `compile` command that make this
+    unit, for messages.
     """
 
     name: str
     main: Path
     defines: tuple[tuple[str, str], ...] = ()
+    parts: tuple[str, ...] = ()
     arguments: str = field(default="", compare=False)
+
+    def split(self) -> dict[str, Unit]:
+        """What one run of a compiler takes, by name: each part, or the unit itself."""
+        if not self.parts:
+            return {self.name: self}
+        numbered = enumerate(self.parts, 1)
+        return {p: replace(self, defines=(*self.defines, ("PW_PART", str(n))), parts=()) for n, p in numbered}
 
 
 def include_dir() -> Path:
@@ -54,7 +67,7 @@ def request(unit: Unit, kind: str, flags: Sequence[str], arch: str) -> Request:
     """What the key of `unit` is made of: its source, every header it reaches, defines, flags, arch."""
     main = unit.main.resolve()
     source = ((main.name, hashlib.sha256(_contents(main)).hexdigest()),)
-    return Request(kind, unit.name, source, _headers(main), unit.defines, tuple(flags), arch)
+    return Request(kind, unit.name, source, _headers(main), unit.defines, tuple(flags), arch, unit.parts)
 
 
 def host_flags() -> tuple[str, ...]:
@@ -74,10 +87,11 @@ def host_libraries(units: Sequence[Unit]) -> list[Path]:
     cache, compiler = Cache(env.cache_dir()), toolchain.find_cxx()
     requests = [_host_request(unit) for unit in units]
     if isinstance(compiler, Missing):
-        return [_prebuilt(cache, *pair, compiler) for pair in zip(units, requests, strict=True)]
+        return [_prebuilt(cache, *pair, compiler)[0].path for pair in zip(units, requests, strict=True)]
     keys = [Key(wanted, compiler) for wanted in requests]
     by_key = dict(zip(keys, units, strict=True))
-    return cache.obtain(keys, lambda absent, scratch: _build_host(cache, by_key, absent, scratch))
+    found = cache.obtain(keys, lambda absent, scratch: _build_host(cache, by_key, absent, scratch))
+    return [binaries[0].path for binaries in found]
 
 
 @functools.cache
@@ -90,30 +104,30 @@ def load_host(path: Path) -> ctypes.CDLL:
         raise BackendUnavailable(f"compiled code {path}", f"it does not load ({error})", mend) from error
 
 
-def cubin(unit: Unit, arch: str, compiler: str | None = None) -> bytes:
-    """The CUDA binary of `unit` for `arch` (sm_90), made by ``nvrtc`` or ``nvcc``.
+def cubins(unit: Unit, arch: str, compiler: str | None = None) -> list[bytes]:
+    """The CUDA binary of each part of `unit` (one without parts) for `arch` (sm_90), by nvrtc or nvcc.
 
     `compiler` None: as POOLWRIGHT_CUDA_COMPILER says. Needs no GPU. A warning is an error. Without the
-    compiler, a binary that it made elsewhere from the same request is taken. Raises as `host_libraries`.
+    compiler, binaries that it made elsewhere from the same request are taken. Raises as `host_libraries`.
     """
     kind = compiler or env.text("CUDA_COMPILER")
     cache, found = Cache(env.cache_dir()), toolchain.find_cuda(kind)
     wanted = _cubin_request(unit, arch, kind)
     if isinstance(found, Missing):
-        return _prebuilt(cache, unit, wanted, found).read_bytes()
+        return [binary.data for binary in _prebuilt(cache, unit, wanted, found)]
     key = Key(wanted, found)
-    build = _build_nvrtc if kind == "nvrtc" else _build_nvcc
-    return cache.obtain([key], lambda _, scratch: build(cache, key, unit, scratch))[0].read_bytes()
+    (binaries,) = cache.obtain([key], lambda _, scratch: _build_cuda(cache, key, unit, scratch))
+    return [binary.data for binary in binaries]
 
 
 def is_cached(unit: Unit, arch: str | None = None) -> bool:
-    """Whether `host_libraries` (`arch` None) or `cubin` would find the unit compiled."""
+    """Whether `host_libraries` (`arch` None) or `cubins` would find the unit compiled."""
     kind = env.text("CUDA_COMPILER")
     found = toolchain.find_cxx() if arch is None else toolchain.find_cuda(kind)
     wanted = _host_request(unit) if arch is None else _cubin_request(unit, arch, kind)
     cache = Cache(env.cache_dir())
-    binary = cache.find_any(wanted) if isinstance(found, Missing) else cache.find(Key(wanted, found))
-    return binary is not None
+    binaries = cache.find_any(wanted) if isinstance(found, Missing) else cache.find(Key(wanted, found))
+    return binaries is not None
 
 
 def _host_request(unit: Unit) -> Request:
@@ -186,7 +200,7 @@ def _contents(path: Path) -> bytes:
 # ---- builders ---------------------------------------------------------------------------------
 
 
-def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> Path:
+def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> tuple[Binary, ...]:
     found = cache.find_any(wanted)
     if found:
         return found
@@ -198,17 +212,20 @@ def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> Pa
 
 def _build_host(
     cache: Cache, units: dict[Key, Unit], absent: Sequence[Key], scratch: Path
-) -> Iterator[tuple[Key, Path]]:
+) -> Iterator[tuple[Key, dict[str, Path]]]:
     ninja = toolchain.find_ninja()
     if isinstance(ninja, Missing):
         raise ninja.error()
     commands = [host_command(key.compiler, units[key], f"{i}.so") for i, key in enumerate(absent)]
     (scratch / "build.ninja").write_text(_ninja_file(commands), encoding="utf-8")
     for key, command in zip(absent, commands, strict=True):
-        _announce(cache, key, shlex.join(command))
+        cache.log_start(key)
+        _announce(shlex.join(command))
     done = _run([str(ninja), "-k", "0"], scratch)
     failed = [i for i in range(len(absent)) if not (scratch / f"{i}.ok").exists()]
-    yield from ((key, scratch / f"{i}.so") for i, key in enumerate(absent) if i not in failed)
+    for i, key in enumerate(absent):
+        if i not in failed:
+            yield key, {f"{units[key].name}.so": scratch / f"{i}.so"}
     for i in failed[:1]:
         log = scratch / f"{i}.log"
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else done.stdout
@@ -226,35 +243,47 @@ def _ninja_file(commands: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _build_nvcc(cache: Cache, key: Key, unit: Unit, scratch: Path) -> Iterator[tuple[Key, Path]]:
-    arch, output = key.request.arch, scratch / "out.cubin"
-    command = nvcc_command(key.compiler, unit, arch, str(output))
-    _announce(cache, key, shlex.join(command))
-    done = _run(command, scratch)
-    if done.returncode != 0 or not output.is_file():
-        again = shlex.join(nvcc_command(key.compiler, unit, arch, f"{unit.name}.cubin"))
-        raise _failure(cache, key, unit, again, done.stdout)
-    yield key, output
-
-
-def _build_nvrtc(cache: Cache, key: Key, unit: Unit, scratch: Path) -> Iterator[tuple[Key, Path]]:
-    arch = key.request.arch
-    refused = toolchain.check_arch(key.compiler, arch)
+def _build_cuda(cache: Cache, key: Key, unit: Unit, scratch: Path) -> Iterator[tuple[Key, dict[str, Path]]]:
+    """Compiles all parts side by side, a thread each: compilers run outside the interpreter's lock."""
+    refused = toolchain.check_arch(key.compiler, key.request.arch)
     if refused:
         raise refused.error()
+    cache.log_start(key)
+    parts = unit.split()
+    outputs = {f"{name}.cubin": scratch / f"{name}.cubin" for name in parts}
+    compile_part = _compile_nvrtc if key.compiler.kind == "nvrtc" else _compile_nvcc
+    with ThreadPoolExecutor(len(parts)) as threads:
+        failures = list(threads.map(partial(compile_part, key), parts.values(), outputs.values()))
+    for part, failed in zip(parts.values(), failures, strict=True):
+        if failed:
+            raise _failure(cache, key, part, *failed)
+    yield key, outputs
+
+
+def _compile_nvcc(key: Key, unit: Unit, output: Path) -> tuple[str, str] | None:
+    """None, or the command that failed and what the compiler said."""
+    arch = key.request.arch
+    command = nvcc_command(key.compiler, unit, arch, str(output))
+    _announce(shlex.join(command))
+    done = _run(command, output.parent)
+    if done.returncode == 0 and output.is_file():
+        return None
+    return shlex.join(nvcc_command(key.compiler, unit, arch, f"{unit.name}.cubin")), done.stdout
+
+
+def _compile_nvrtc(key: Key, unit: Unit, output: Path) -> tuple[str, str] | None:
+    """As `_compile_nvcc`."""
+    arch, main = key.request.arch, unit.main.resolve()
     options = [*NVRTC_FLAGS, f"--gpu-architecture={arch}", *_options(unit)]
-    where = f"Path({str(unit.main.resolve())!r})"
-    code = f"jit.cubin(jit.Unit({unit.name!r}, {where}, {unit.defines!r}), {arch!r}, 'nvrtc')"
-    lines = f"from pathlib import Path; from poolwright.runtime import jit; {code}"
-    again = f"{shlex.quote(sys.executable)} -c {shlex.quote(lines)}"
-    _announce(cache, key, f"nvrtc {shlex.join(options)} {unit.main}")
-    binary, text = _nvrtc(unit.main.resolve(), options)
+    _announce(f"nvrtc {shlex.join(options)} {main}")
+    binary, text = _nvrtc(main, options)
     # NVRTC has no option that makes its warnings errors.
-    if binary is None or re.search(r"\bwarning\b", text):
-        raise _failure(cache, key, unit, again, text)
-    output = scratch / "out.cubin"
-    output.write_bytes(binary)
-    yield key, output
+    if binary is not None and not re.search(r"\bwarning\b", text):
+        output.write_bytes(binary)
+        return None
+    code = f"jit.cubins(jit.Unit({unit.name!r}, Path({str(main)!r}), {unit.defines!r}), {arch!r}, 'nvrtc')"
+    lines = f"from pathlib import Path; from poolwright.runtime import jit; {code}"
+    return f"{shlex.quote(sys.executable)} -c {shlex.quote(lines)}", text
 
 
 def _nvrtc(main: Path, options: Sequence[str]) -> tuple[bytes | None, str]:
@@ -279,8 +308,7 @@ def _nvrtc(main: Path, options: Sequence[str]) -> tuple[bytes | None, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _announce(cache: Cache, key: Key, command: str) -> None:
-    cache.log_start(key)
+def _announce(command: str) -> None:
     if env.flag("VERBOSE"):
         print(command, file=sys.stderr)
 

@@ -7,10 +7,8 @@ few ids travel inside them: submission is a matter of microseconds.
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -64,6 +62,7 @@ class Launcher:
             if member.program.device  # else the kernels know nothing of it
         ]
         self._few = (ctypes.c_uint32 * FEW)()
+        self._numbers = memoryview(self._few).cast("B").cast("I")  # takes an array as one copy of its bytes
         self._steps, self._window, self._done = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.c_uint64()
         blocks = [each for block in inside for each in (block.view, block.ids)]
         self._bulk = Parameters(*blocks, self._few)
@@ -97,7 +96,8 @@ class Launcher:
             count = len(batch.host)
             here = 0 if order is None else self._steps_of(order, stream, keep)
             if batch.unit == "pages" and batch.on_device is None and few + 2 * count <= FEW:
-                _packer(2 * count)(self._few, 4 * few, *batch.host, *batch.device)
+                self._numbers[few : few + count] = batch.host
+                self._numbers[few + count : few + 2 * count] = batch.device
                 _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
                 few += 2 * count
             else:
@@ -130,7 +130,7 @@ class Launcher:
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
         count, on_device = len(batch.host), batch.on_device
-        lists = array("I", batch.host + batch.device)
+        lists = batch.host + batch.device
         memory = self._driver.allocate(4 * max(len(lists), 1))
         keep.append(memory)
         self._driver.upload(memory.address, lists, stream)
@@ -160,12 +160,6 @@ def window(step_bytes: int, most: int) -> int:
     """How many steps of so many bytes a load in layer order moves together: small layers would leave the link
     idle between them, large ones are told one by one."""
     return max(1, most // max(step_bytes, 1))
-
-
-@functools.cache
-def _packer(count: int) -> Callable[..., None]:
-    """Writes so many numbers into a buffer: faster than assigning a slice of a ctypes array."""
-    return struct.Struct(f"{count}I").pack_into
 
 
 def _signed(value: int) -> int:

@@ -108,20 +108,12 @@ class SizedProgram:
         )
 
     def unit(self, kind: str, align: int) -> jit.Unit:
-        """What to compile: ``atoms`` or ``lanes`` of host.cpp, or one part of kernels.cu (`parts`)."""
+        """What to compile: ``atoms`` or ``lanes`` of host.cpp, or ``kernels`` of kernels.cu in its parts."""
         name = f"{self.spec.name}-{self.form}-{self.layout}-{kind}"
-        extra: tuple[tuple[str, str], ...] = ()
-        if kind == "lanes":
-            extra = (("PW_LANES", "1"),)
-        elif kind != "atoms":
-            extra = (("PW_PART", str(1 + self.parts.index(kind))),)
-        source = "host.cpp" if kind in ("atoms", "lanes") else "kernels.cu"
-        return jit.Unit(name, self.folder / source, self.defines(align) + extra)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Kernels of kernels.cu that are compiled together, in the order of their numbers."""
-        return self.spec.parts
+        if kind == "kernels":
+            return jit.Unit(name, self.folder / "kernels.cu", self.defines(align), self.spec.parts)
+        extra = (("PW_LANES", "1"),) if kind == "lanes" else ()
+        return jit.Unit(name, self.folder / "host.cpp", self.defines(align) + extra)
 
     def check(self, library: ctypes.CDLL, align: int) -> None:
         """Compare every constant of the compiled program with pool.py. Raises RuntimeError."""
@@ -166,12 +158,12 @@ class GroupProgram:
         return tuple(self.members.values())
 
     def unit(self, kind: str, align: int) -> jit.Unit:
-        """What to compile: ``lanes`` of host.cpp, or one part of kernels.cu (`parts`)."""
-        extra = ("PW_LANES", "1") if kind == "lanes" else ("PW_PART", str(1 + self.parts.index(kind)))
-        source = "host.cpp" if kind == "lanes" else "kernels.cu"
+        """What to compile: ``lanes`` of host.cpp, or ``kernels`` of kernels.cu in its parts."""
         constants = [c for name, program in self.members.items() for c in program.constants(f"_OF_{name}")]
-        defines = (("PW_ALIGN", str(align)), *constants, extra)
-        return jit.Unit(f"{self.name}-{kind}", self.folder / source, defines)
+        defines, name = (("PW_ALIGN", str(align)), *constants), f"{self.name}-{kind}"
+        if kind == "kernels":
+            return jit.Unit(name, self.folder / "kernels.cu", defines, self.parts)
+        return jit.Unit(name, self.folder / "host.cpp", (*defines, ("PW_LANES", "1")))
 
 
 def _listed(name: str, length: int) -> list[str]:

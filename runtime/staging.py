@@ -7,6 +7,7 @@ into longer ones. While the copy engine empties one slot, kernels fill the next.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +39,13 @@ class _Span:
 
 
 class _Stage:
-    """A member's slots, and where the ranges of its pages lie on both sides."""
+    """A member's slots, and where the ranges of its pages lie on both sides.
+
+    `borders`: host addresses that no copy crosses, where one registration ends and the next begins.
+    """
 
     def __init__(self, member: Member, ring: Ring) -> None:
-        self.member, self.ring = member, ring
+        self.member, self.ring, self.borders = member, ring, member.buffer.borders
         self.page_bytes = max(member.layout.page_bytes, 1)
         self.slots = [ring.slot(number) for number in range(SLOTS if ring.shared else 2 * SLOTS)]
         inside = member.program.host(ring.slot_pages)
@@ -55,29 +59,28 @@ class _Stage:
     def chunks(self, batch: Batch, wanted: int) -> Iterator[tuple[list[int], Batch]]:
         """About `wanted` parts of a batch that fit a slot: host pages, and the ids with positions in the slot
         for them. They come in the order of their host pages, so that runs merge."""
-        host, device, on_device = batch.host, batch.device, batch.on_device
+        host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
         count = len(host)
         size = chunk_pages(count, wanted, self.ring.slot_pages)
         if on_device is None and (ordered := sorted(host)) != host:
             places = sorted(range(count), key=host.__getitem__)
-            host, device = ordered, [device[place] for place in places]
+            host, device = ordered, array("I", [device[place] for place in places])
         span = 0 if on_device is None else len(on_device) // count
         for i in range(0, count, size):
             pages = host[i : i + size]
             part = on_device if on_device is None else on_device[i * span : (i + size) * span]
-            inside = list(range(len(pages)))
+            inside = array("I", range(len(pages)))
             yield pages, Batch(batch.unit, inside, device[i : i + size], set(), None, part)
 
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
         """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
-        runs, borders = _runs(pages), self.member.buffer.borders
+        runs = _runs(pages)
         for span in self.spans:
             size, start, inside = span.nbytes, span.host, base + span.slot
-            host = [start + first * size for first, _, _ in runs]
-            slot = [inside + at * size for _, at, _ in runs]
-            sizes = [count * size for _, _, count in runs]
-            if borders:
-                host, slot, sizes = _cut(host, slot, sizes, borders)
+            copies = [(start + first * size, inside + at * size, count * size) for first, at, count in runs]
+            if self.borders:
+                copies = [part for copy in copies for part in _cut(*copy, self.borders)]
+            host, slot, sizes = zip(*copies, strict=True)
             chunk.host += host
             chunk.slot += slot
             chunk.sizes += sizes
@@ -213,16 +216,8 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _cut(
-    host: Sequence[int], slot: Sequence[int], sizes: Sequence[int], borders: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """The same copies, cut where they cross a border between two registrations of host memory: the driver
-    refuses a range that lies in two."""
-    parts = [part for copy in zip(host, slot, sizes, strict=True) for part in _parts(*copy, borders)]
-    return [part[0] for part in parts], [part[1] for part in parts], [part[2] for part in parts]
-
-
-def _parts(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _cut(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """A copy in pieces that end at borders: the driver refuses a range that lies in two registrations."""
     end = host + size
     for border in borders[bisect_right(borders, host) :]:
         if border >= end:

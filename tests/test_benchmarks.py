@@ -247,5 +247,5 @@ def test_the_peer_moves_the_bytes_that_we_move(kind: str, monkeypatch: pytest.Mo
 
 
 def test_the_clocks_of_a_first_layer_compile() -> None:
-    cubin = jit.cubin(jit.Unit("first_layer", FOLDER / "first_layer.cu", ()), "sm_90")
+    (cubin,) = jit.cubins(jit.Unit("first_layer", FOLDER / "first_layer.cu"), "sm_90")
     assert all(name in cubin for name in (b"stamp", b"watch", b"spin"))

@@ -114,6 +114,15 @@ def test_layers_in_one_tensor_or_apart_for_both_kinds_of_form(make: Make) -> Non
             assert torch.equal(moved(pool, 2), page_of(ROWS, 2))
 
 
+def test_one_layer_in_a_list_or_not(make: Make) -> None:
+    rows = ROWS[:1]
+    for form in ("per_layer", "stacked"):
+        pool = make("plain", form=form, layers=(2,))
+        for given in (rows, rows[0], [rows[0]], {2: rows[0]}):
+            pool.rebind({"a": given})
+            assert torch.equal(moved(pool, 3), page_of(rows, 3))
+
+
 def test_layers_that_do_not_lie_evenly_need_a_form_of_their_own(make: Make) -> None:
     pool = make("plain", form="stacked")
     for uneven in ([row.clone() for row in ROWS], [ROWS[0], ROWS[2], ROWS[1]]):

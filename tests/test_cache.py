@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from poolwright.runtime.cache import STALE_SECONDS, Build, Cache, Corrupt, Key, Request
+from poolwright.runtime.cache import STALE_SECONDS, Binary, Build, Cache, Corrupt, Key, Request
 from poolwright.runtime.errors import BackendUnavailable
 from poolwright.runtime.toolchain import Compiler
 
@@ -32,13 +32,15 @@ KEY = Key(REQUEST, GCC)
 def builder(content: bytes = b"binary", log: list[Key] | None = None) -> Build:
     """A build that makes the same bytes for every key and notes what it was asked for."""
 
-    def build(keys: Sequence[Key], scratch: Path) -> Iterator[tuple[Key, Path]]:
+    def build(keys: Sequence[Key], scratch: Path) -> Iterator[tuple[Key, dict[str, Path]]]:
         for i, key in enumerate(keys):
             if log is not None:
                 log.append(key)
-            path = scratch / f"{i}.so"
-            path.write_bytes(content)
-            yield key, path
+            names = key.request.parts or (key.request.name,)
+            paths = {f"{name}.so": scratch / f"{i}-{name}" for name in names}
+            for path in paths.values():
+                path.write_bytes(content)
+            yield key, paths
 
     return build
 
@@ -58,6 +60,7 @@ def files(root: Path) -> dict[str, bytes]:
         {"arch": "linux-aarch64"},
         {"kind": "cubin"},
         {"name": "mha"},
+        {"parts": ("first",)},
     ],
 )
 def test_every_part_of_a_request_is_part_of_the_key(change: dict[str, object]) -> None:
@@ -79,31 +82,41 @@ def test_an_entry_holds_the_binary_and_all_that_went_into_its_key(tmp_path: Path
     cache = Cache(tmp_path / "cache")
     assert cache.find(KEY) is None
     assert not cache.root.exists()
-    (binary,) = cache.obtain([KEY], builder())
-    assert binary == cache.root / "host" / KEY.folder / "mla.so"
-    assert cache.find(KEY) == binary
+    (found,) = cache.obtain([KEY], builder())
+    binary = cache.root / "host" / KEY.folder / "mla.so"
+    assert found == (Binary(binary, b"binary"),)
+    assert cache.find(KEY) == found
     manifest = json.loads((binary.parent / "manifest.json").read_text())
-    assert manifest["request"] == REQUEST.content()
+    fields = [field.name for field in dataclasses.fields(REQUEST)]
+    assert manifest["request"].keys() == {"format", *fields}
+    assert manifest["request"]["defines"] == [["ROWS", "4"]]
     assert manifest["compiler"]["version"] == "gcc version 12"
-    assert manifest["binary"]["bytes"] == len(b"binary")
+    assert list(manifest["binaries"]) == ["mla.so"]
     assert list((cache.root / "tmp").iterdir()) == []
 
 
 def test_only_missing_keys_are_built_and_the_order_is_kept(tmp_path: Path) -> None:
     cache, asked = Cache(tmp_path), list[Key]()
     second = Key(dataclasses.replace(REQUEST, name="mha"), GCC)
-    (first_path,) = cache.obtain([KEY], builder(log=asked))
-    paths = cache.obtain([second, KEY, second], builder(log=asked))
+    (first,) = cache.obtain([KEY], builder(log=asked))
+    found = cache.obtain([second, KEY, second], builder(log=asked))
     assert asked == [KEY, second]
-    assert [p.name for p in paths] == ["mha.so", "mla.so", "mha.so"]
-    assert paths[1] == first_path
+    assert [binary.path.name for (binary,) in found] == ["mha.so", "mla.so", "mha.so"]
+    assert found[1] == first
+
+
+def test_the_parts_of_an_entry_keep_their_order(tmp_path: Path) -> None:
+    key = Key(dataclasses.replace(REQUEST, parts=("z", "a", "m")), GCC)
+    for _ in range(2):
+        (found,) = Cache(tmp_path).obtain([key], builder())
+        assert [binary.path.name for binary in found] == ["z.so", "a.so", "m.so"]
 
 
 def test_a_build_that_raises_leaves_nothing_of_itself_and_keeps_what_was_ready(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     second = Key(dataclasses.replace(REQUEST, name="mha"), GCC)
 
-    def build(keys: Sequence[Key], scratch: Path) -> Iterator[tuple[Key, Path]]:
+    def build(keys: Sequence[Key], scratch: Path) -> Iterator[tuple[Key, dict[str, Path]]]:
         (scratch / "half.so").write_bytes(b"ha")
         yield from builder()(keys[:1], scratch)
         raise RuntimeError("the second does not compile")
@@ -115,12 +128,16 @@ def test_a_build_that_raises_leaves_nothing_of_itself_and_keeps_what_was_ready(t
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "no binary", "no manifest", "manifest", "other"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flip", "truncate", "no binary", "no manifest", "manifest", "no dict", "fewer", "other"],
+)
 def test_a_corrupt_entry_is_named_moved_aside_and_rebuilt(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = Cache(tmp_path)
-    (binary,) = cache.obtain([KEY], builder())
+    (found,) = cache.obtain([KEY], builder())
+    binary = found[0].path
     manifest = binary.parent / "manifest.json"
     if damage == "flip":
         binary.write_bytes(b"binarz")
@@ -132,6 +149,10 @@ def test_a_corrupt_entry_is_named_moved_aside_and_rebuilt(
         manifest.unlink()
     elif damage == "manifest":
         manifest.write_text("{")
+    elif damage == "no dict":
+        manifest.write_text('{"request": {}, "binaries": []}')
+    elif damage == "fewer":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "binaries": {}}))
     else:
         manifest.write_text(manifest.read_text().replace("-O2", "-O3"))
 
@@ -139,7 +160,7 @@ def test_a_corrupt_entry_is_named_moved_aside_and_rebuilt(
         cache.find(KEY)
     with pytest.raises(Corrupt, match=KEY.folder):
         cache.find_any(REQUEST)
-    assert cache.obtain([KEY], builder()) == [binary]
+    assert cache.obtain([KEY], builder()) == [found]
     assert binary.read_bytes() == b"binary"
     assert KEY.folder in caplog.text
     assert [p.name.startswith(KEY.folder) for p in (tmp_path / "corrupt").iterdir()] == [True]
@@ -148,9 +169,9 @@ def test_a_corrupt_entry_is_named_moved_aside_and_rebuilt(
 def test_find_any_takes_a_binary_of_any_compiler_and_of_no_other_request(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     assert cache.find_any(REQUEST) is None
-    (binary,) = cache.obtain([Key(REQUEST, CLANG)], builder())
+    (found,) = cache.obtain([Key(REQUEST, CLANG)], builder())
     assert cache.find(KEY) is None
-    assert cache.find_any(REQUEST) == binary
+    assert cache.find_any(REQUEST) == found
     assert cache.find_any(dataclasses.replace(REQUEST, defines=(("ROWS", "5"),))) is None
 
 
@@ -158,9 +179,9 @@ def test_find_any_passes_over_a_corrupt_entry_to_a_whole_one(tmp_path: Path) -> 
     cache = Cache(tmp_path)
     both = cache.obtain([Key(REQUEST, CLANG), KEY], builder())
     for broken, whole in (both, both[::-1]):
-        broken.write_bytes(b"")
+        broken[0].path.write_bytes(b"")
         assert cache.find_any(REQUEST) == whole
-        broken.write_bytes(b"binary")
+        broken[0].path.write_bytes(b"binary")
 
 
 def test_reading_a_filled_cache_writes_nothing(tmp_path: Path) -> None:

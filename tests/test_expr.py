@@ -427,3 +427,55 @@ def test_unbound_symbols_and_zero_divisors_are_errors_of_evaluation() -> None:
         expr.evaluate(Sym("a"), {})
     with pytest.raises(ZeroDivisionError):
         expr.evaluate(expr.parse("3 // a"), {"a": 0})
+
+
+# ---- bounds and names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_an_interval_holds_the_value(seed: int) -> None:
+    """For sizes, which are never below 0: the text of a spec that falls below is refused at bind."""
+    chance = random.Random(seed)
+    known = {name: (low := chance.randint(0, 4), low + chance.randint(0, 4)) for name in ("a", "b", "c")}
+    texts = ["a", "b", "c", "a + 1", "3"]
+    for _ in range(6):
+        left, right, op = chance.choice(texts), chance.choice(texts), chance.choice(("+", "*", "//", "-"))
+        call = chance.choice(("ceil_div", "min", "max"))
+        texts += [f"({left} {op} {right})", f"{call}({left}, {right})"]
+    for text in texts:
+        try:
+            read = expr.parse(text)
+        except ExprError:
+            continue  # constants that divide by zero
+        low, high = expr.interval(read, known)
+        for _ in range(10):
+            values = {name: chance.randint(*bounds) for name, bounds in known.items()}
+            try:
+                parts = [expr.evaluate(part, values) for part in every_part(read)]
+            except ZeroDivisionError:
+                continue
+            if min(parts) >= 0:
+                assert low <= parts[0] and (high is None or parts[0] <= high), text
+
+
+def every_part(value: Expr) -> list[Expr]:
+    inner = [*every_part(value.left), *every_part(value.right)] if isinstance(value, Op) else []
+    return [value, *inner]
+
+
+def test_a_remainder_that_is_zero_makes_a_quotient_at_least_one() -> None:
+    read, known = expr.parse("a // b"), {"a": (1, None), "b": (1, None)}
+    assert expr.interval(read, known) == (0, None)
+    assert expr.interval(read, known, frozenset([expr.parse("a % b")])) == (1, None)
+
+
+def test_names_stand_for_the_largest_parts() -> None:
+    whole, part = expr.parse("(a + b) * c + a"), expr.parse("a + b")
+    names: dict[Expr, Expr] = {part: Sym("row"), expr.parse("(a + b) * c"): Sym("page")}
+    assert expr.to_text(expr.abbreviate(whole, names)) == "page + a"
+    assert expr.to_text(expr.abbreviate(expr.parse("(a + b) * 2"), names)) == "row * 2"
+
+
+@pytest.mark.parametrize("text", ["ceil_div(a, b)", "max(a, min(b, 3)) // 2", "a * (b - 1) % c", "f.n + a"])
+def test_text_is_what_a_spec_says(text: str) -> None:
+    assert expr.to_text(expr.parse(text)) == text

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ from poolwright.runtime.toolchain import Compiler, Missing
 
 HOST = '#include "size.h"\nextern "C" int rows() { return ROWS * size; }\n'
 KERNELS = '#include "size.h"\nextern "C" __global__ void fill(int* out) { out[threadIdx.x] = ROWS * size; }\n'
+PARTS = """
+#if PW_PART == 1
+extern "C" __global__ void first(int* out) { out[threadIdx.x] = ROWS + 1; }
+#elif PW_PART == 2
+extern "C" __global__ void second(int* out) { out[threadIdx.x] = ROWS + 2; }
+#endif
+"""
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 # What a process of its own runs: builds the unit and prints where the library is.
@@ -31,6 +39,15 @@ from pathlib import Path
 from poolwright.runtime import jit
 units = [jit.Unit(f"u{n}", Path(sys.argv[1]), (("ROWS", str(n)),)) for n in range(int(sys.argv[2]))]
 print(*jit.host_libraries(units), sep="\\n")
+"""
+
+# Compiles the parts of a kernels.cu and prints what came out.
+CUBINS = """
+import hashlib, sys
+from pathlib import Path
+from poolwright.runtime import jit
+unit = jit.Unit("mla", Path(sys.argv[1]), (("ROWS", "4"),), ("first", "second"))
+print(*[hashlib.sha256(binary).hexdigest() for binary in jit.cubins(unit, "sm_90")])
 """
 
 
@@ -65,6 +82,13 @@ def host(pool: Path, rows: int = 4) -> Unit:
 
 def kernels(pool: Path, rows: int = 4) -> Unit:
     return Unit("mla", pool / "kernels.cu", (("ROWS", str(rows)),))
+
+
+def parted(pool: Path) -> Unit:
+    """A unit of two parts; writes its source if the pool has none."""
+    if "PW_PART" not in (pool / "kernels.cu").read_text():
+        (pool / "kernels.cu").write_text(PARTS)
+    return replace(kernels(pool), parts=("first", "second"))
 
 
 def rows_of(library: Path) -> int:
@@ -338,11 +362,12 @@ def test_without_ninja_the_error_says_how_to_get_it(
 
 
 def test_nvrtc_compiles_for_every_architecture_without_a_gpu(root: Path, pool: Path) -> None:
-    binaries = {arch: jit.cubin(kernels(pool), arch) for arch in ARCHS}
-    assert all(binary.startswith(b"\x7fELF") and b"fill" in binary for binary in binaries.values())
-    assert len(set(binaries.values())) == len(ARCHS)
+    binaries = {arch: jit.cubins(kernels(pool), arch) for arch in ARCHS}
+    alone = {binary for (binary,) in binaries.values()}
+    assert all(binary.startswith(b"\x7fELF") and b"fill" in binary for binary in alone)
+    assert len(alone) == len(ARCHS)
     assert starts(root) == len(ARCHS)
-    assert {arch: jit.cubin(kernels(pool), arch) for arch in ARCHS} == binaries
+    assert {arch: jit.cubins(kernels(pool), arch) for arch in ARCHS} == binaries
     assert starts(root) == len(ARCHS)
 
 
@@ -356,7 +381,7 @@ def test_nvrtc_compiles_for_every_architecture_without_a_gpu(root: Path, pool: P
 def test_a_cuda_error_or_warning_is_a_compile_error(root: Path, pool: Path, text: str, first: str) -> None:
     (pool / "kernels.cu").write_text(text)
     with pytest.raises(CompileError) as caught:
-        jit.cubin(kernels(pool), "sm_90")
+        jit.cubins(kernels(pool), "sm_90")
     assert first in caught.value.first
     assert str(pool / "kernels.cu") in caught.value.first
     assert entries(root, "cubin") == []
@@ -364,18 +389,68 @@ def test_a_cuda_error_or_warning_is_a_compile_error(root: Path, pool: Path, text
     assert again.returncode != 0 and first in again.stderr
 
 
+def test_the_parts_of_a_unit_are_compiled_on_their_own_and_are_one_entry(root: Path, pool: Path) -> None:
+    unit = parted(pool)
+    first, second = jit.cubins(unit, "sm_90")
+    assert (b"first" in first, b"second" in first) == (True, False)
+    assert (b"first" in second, b"second" in second) == (False, True)
+    assert starts(root) == 1
+    (entry,) = entries(root, "cubin")
+    names = sorted(path.name for path in (root / "cubin" / entry).iterdir())
+    assert names == ["first.cubin", "manifest.json", "second.cubin"]
+    assert jit.cubins(unit, "sm_90") == [first, second]
+    assert jit.is_cached(unit, "sm_90")
+    assert starts(root) == 1
+
+
+def test_units_that_differ_in_their_parts_have_different_keys(pool: Path) -> None:
+    asked = [replace(parted(pool), parts=parts) for parts in ((), ("first",), ("first", "second"))]
+    assert len({jit.request(unit, "cubin", jit.NVRTC_FLAGS, "sm_90").digest for unit in asked}) == 3
+
+
+def test_an_entry_that_lost_a_part_is_built_again(root: Path, pool: Path) -> None:
+    built = jit.cubins(parted(pool), "sm_90")
+    (entry,) = entries(root, "cubin")
+    (root / "cubin" / entry / "second.cubin").unlink()
+    assert jit.cubins(parted(pool), "sm_90") == built
+    assert starts(root) == 2
+
+
+def test_the_command_of_a_part_that_does_not_compile_repeats_that_part(root: Path, pool: Path) -> None:
+    (pool / "kernels.cu").write_text(PARTS.replace("ROWS + 2", "nothing"))
+    with pytest.raises(CompileError, match='identifier "nothing" is undefined') as caught:
+        jit.cubins(parted(pool), "sm_90")
+    assert entries(root, "cubin") == []
+    assert "('PW_PART', '2')" in shlex.split(caught.value.command)[-1]
+    again = subprocess.run(caught.value.command, shell=True, capture_output=True, text=True)
+    assert again.returncode != 0 and 'identifier "nothing" is undefined' in again.stderr
+
+
+def test_eight_processes_compile_the_parts_of_a_unit_once(root: Path, pool: Path) -> None:
+    parted(pool)
+    command = [sys.executable, "-c", CUBINS, str(pool / "kernels.cu")]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(8)
+    ]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert [(p.returncode, err) for p, (_, err) in zip(processes, said, strict=True)] == [(0, "")] * 8
+    assert len({out for out, _ in said}) == 1
+    assert starts(root) == 1
+    assert list((root / "tmp").iterdir()) == []
+
+
 def test_an_architecture_that_nvrtc_does_not_know(root: Path, pool: Path) -> None:
     with pytest.raises(BackendUnavailable, match=r"CUDA code for sm_77 .* NVRTC .* compiles for sm_"):
-        jit.cubin(kernels(pool), "sm_77")
+        jit.cubins(kernels(pool), "sm_77")
 
 
 def test_a_filled_cache_works_without_nvrtc(root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = jit.cubin(kernels(pool), "sm_90")
+    built = jit.cubins(kernels(pool), "sm_90")
     gone = Missing("NVRTC", "the library libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
     monkeypatch.setattr(toolchain, "find_nvrtc", lambda: gone)
-    assert jit.cubin(kernels(pool), "sm_90") == built
+    assert jit.cubins(kernels(pool), "sm_90") == built
     with pytest.raises(BackendUnavailable, match=r"python -m poolwright\.runtime compile"):
-        jit.cubin(kernels(pool), "sm_80")
+        jit.cubins(kernels(pool), "sm_80")
 
 
 def test_nvcc_is_called_when_asked(
@@ -391,9 +466,9 @@ printf cubin > "$last"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     found = toolchain.find_nvcc()
     assert isinstance(found, Compiler) and found.version == "13.0 V13.0.88"
-    assert jit.cubin(kernels(pool), "sm_90", "nvcc") == b"cubin"
+    assert jit.cubins(kernels(pool), "sm_90", "nvcc") == [b"cubin"]
     monkeypatch.setenv("POOLWRIGHT_CUDA_COMPILER", "nvcc")
-    assert jit.cubin(kernels(pool), "sm_90") == b"cubin"
+    assert jit.cubins(kernels(pool), "sm_90") == [b"cubin"]
     assert starts(root) == 1
     *arguments, output = (tmp_path / "arguments").read_text().splitlines()
     assert arguments == [
@@ -413,7 +488,7 @@ echo "k.cu(1): error: no"; exit 2"""
     script(tmp_path / "bin" / "nvcc", body)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(CompileError, match=r"kernels\.cu does not compile: k\.cu\(1\): error: no"):
-        jit.cubin(kernels(pool), "sm_90", "nvcc")
+        jit.cubins(kernels(pool), "sm_90", "nvcc")
 
 
 def test_without_nvcc_the_error_says_where_it_was_looked_for(
@@ -421,7 +496,7 @@ def test_without_nvcc_the_error_says_where_it_was_looked_for(
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(BackendUnavailable, match=f"not in CUDA_HOME={tmp_path}"):
-        jit.cubin(kernels(pool), "sm_90", "nvcc")
+        jit.cubins(kernels(pool), "sm_90", "nvcc")
 
 
 def test_the_two_cuda_compilers_have_entries_of_their_own(pool: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def units(pool: str, form: str, layout: str, sizes: int) -> list[Unit]:
     found = []
     for sample in samples(pool_class)[sizes::2]:
         program = cases.sized(pool_class, sample, form, layout)
-        found += [program.unit(part, 16) for part in program.parts]
+        found.append(program.unit("kernels", 16))
     return found
 
 
@@ -38,9 +37,10 @@ def compile_all(pool: str, form: str, layout: str, arch: str, sizes: int) -> Non
     )
     wanted = units(pool, form, layout, sizes)
     assert wanted
-    with ThreadPoolExecutor(2) as threads:
-        for binary in threads.map(lambda unit: jit.cubin(unit, arch, "nvrtc"), wanted):
-            assert binary[:4] == b"\x7fELF"
+    for unit in wanted:
+        binaries = jit.cubins(unit, arch, "nvrtc")
+        assert len(binaries) == len(unit.parts)
+        assert all(binary[:4] == b"\x7fELF" for binary in binaries)
 
 
 @pytest.mark.parametrize(("pool", "form", "layout", "arch", "sizes"), SPREAD)
@@ -63,6 +63,6 @@ def test_a_warning_is_an_error(tmp_path: Path) -> None:
             (tmp_path / file.name).write_text(file.read_text())
     with (tmp_path / "kernels.cu").open("a") as kernels:
         kernels.write("__device__ int warned() { int unused; return 1; }\n")
-    unit = replace(program.unit(program.parts[0], 16), main=tmp_path / "kernels.cu")
+    unit = replace(program.unit("kernels", 16), main=tmp_path / "kernels.cu")
     with pytest.raises(CompileError, match="never referenced"):
-        jit.cubin(unit, "sm_90", "nvrtc")
+        jit.cubins(unit, "sm_90", "nvrtc")

@@ -138,8 +138,8 @@ def test_demo_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:6] == ["model", "dtype", "pool", "form", "layout", "path"]
-    assert len(lines) == 6
-    assert lines[-1] == "all 4 moved caches decode bit-identically: KL exactly 0, no token recomputed"
+    assert len(lines) == 7
+    assert lines[-1] == "all 5 moved caches decode bit-identically: KL exactly 0, no token recomputed"
 
 
 @pytest.mark.usefixtures("one_model")

@@ -126,10 +126,13 @@ class GroupMover:
     def _axes(self) -> dict[str, Axes]:
         """Axes of each component's tensors in the pool's form."""
         found = {}
-        for part in self.pool.spec.components:
-            names = self.pool.spec.forms[self.pool.form].order
-            order = [axis for name in names for axis in (part.dims if name == "element" else (name,))]
-            found[part.name] = Axes(part.dims, tuple(order))
+        spec = self.pool.spec
+        whole = {piece: dim for dim, pieces in spec.splits.items() for piece in pieces}
+        for part in spec.components:
+            dims = tuple(dict.fromkeys(whole.get(dim, dim) for dim in part.dims))
+            names = spec.forms[self.pool.form].order
+            order = [axis for name in names for axis in (dims if name == "element" else (name,))]
+            found[part.name] = Axes(dims, tuple(order))
         return found
 
     def _moved(self, ticket: Ticket, start: float) -> Moved:

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(generated.POOLS)
         raise package.PackageError(f"no pool {args.pool!r} in {generated.__name__}; pools are {known}")
     pool_class = generated.pool_class(args.pool)
+    if not pool_class.spec.components:
+        raise package.PackageError(f"{args.pool} has no bytes to move; name another pool")
     given = {**arguments(pool_class, sizes(pool_class, args.words)), **_orders(pool_class.spec, args)}
     if args.plot is not None:
         _pyplot()  # what is missing is named before the work
@@ -92,12 +94,14 @@ def sizes(pool_class: type[HostPool], words: Sequence[str]) -> Sample:
         raise package.PackageError(f"--set {wrong}: expected name=value, for example --set page_size=64")
     given = {name: value for name, _, value in pairs}
     params = {p.name: p for p in spec.params if p.equals is None}
-    lists = ("layers", *spec.layer_lists)
+    lists = tuple(dict.fromkeys(("layers", *spec.layer_lists)))
     paged = ("page_size",) if takes_page_size(pool_class) else ()
     known = [*params, *lists, *paged, *spec.dtypes, *spec.variants]
     for name in given:
         if name not in known:
             raise package.PackageError(f"--set {name}: {spec.name} has {', '.join(known)}")
+    defaults = {p.name: str(p.default) for p in spec.params if p.default is not None}
+    given = defaults | given
     missing = [name for name in (*params, "layers") if name not in given]
     if missing:
         needed = " ".join(f"--set {name}=..." for name in missing)

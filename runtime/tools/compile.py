@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         units += _units(generated.pool_class(name), args) if args.pool in (None, name) else []
     for name in generated.GROUPS:
         units += _group_units(generated.group_class(name), args) if args.pool in (None, name) else []
-    if not units:
+    if not units and (args.form or args.layout):
         raise package.PackageError(f"no pool has form {args.form!r} with layout {args.layout!r}")
     say: Callable[[str], None] = (lambda _: None) if args.json else (lambda text: print(text, flush=True))
     rows = list(host_rows(units, say) if args.device == "cpu" else cuda_rows(units, archs, say))
@@ -133,7 +133,9 @@ def _units(pool_class: type[HostPool], args: argparse.Namespace) -> list[Unit]:
             continue
         for sample in _sized(pool_class, args):
             program = cases.sized(pool_class, sample, form, layout)
-            kinds = HOST_KINDS if args.device == "cpu" and program.device else program.parts
+            if not program.device:
+                continue  # no bytes, no code
+            kinds = HOST_KINDS if args.device == "cpu" else ("kernels",)
             words = command(spec, sample, form, layout, args)
             found += [replace(program.unit(kind, args.align), arguments=words) for kind in kinds]
     return list(dict.fromkeys(found))
@@ -151,7 +153,7 @@ def _group_units(kind: type[HostPoolGroup], args: argparse.Namespace) -> list[Un
         except (TypeError, ValueError) as error:
             raise package.PackageError(f"{args.sizes or kind.spec.name}: {error}") from None
         if args.device == "cuda":
-            found += [program.unit(part, args.align) for part in program.parts]
+            found.append(program.unit("kernels", args.align))
         else:
             found += [program.unit("lanes", args.align)]
             found += [one.unit("atoms", args.align) for one in program.programs if one.device]
@@ -292,27 +294,27 @@ def host_rows(units: Sequence[Unit], say: Callable[[str], None]) -> Iterator[Row
 def cuda_rows(units: Sequence[Unit], archs: Sequence[str], say: Callable[[str], None]) -> Iterator[Row]:
     """Compile every unit for every architecture on a few threads, in order of their names."""
     pairs = [(unit, arch) for unit in units for arch in archs]
-    say(f"{len(pairs)} cubins for {', '.join(archs)}")
+    say(f"kernels of {len(pairs)} programs for {', '.join(archs)}")
     with ThreadPoolExecutor(WORKERS) as pool:
-        for done, row in enumerate(pool.map(lambda pair: _cubin(*pair), pairs), 1):
+        for done, row in enumerate(pool.map(lambda pair: _cubins(*pair), pairs), 1):
             if done % 20 == 0 or row.failed:
                 say(f"{done} of {len(pairs)}: {row.unit} {row.arch}")
             yield row
 
 
-def _cubin(unit: Unit, arch: str) -> Row:
+def _cubins(unit: Unit, arch: str) -> Row:
     started = time.perf_counter()
     try:
         cached = jit.is_cached(unit, arch)
-        binary = jit.cubin(unit, arch)
+        binaries = jit.cubins(unit, arch)
     except PoolError as error:
         return Row(unit.name, arch, 0, 0.0, str(error))
     seconds = round(time.perf_counter() - started, 2)
-    return Row(unit.name, arch, len(binary), seconds, "cached" if cached else "compiled")
+    return Row(unit.name, arch, sum(map(len, binaries)), seconds, "cached" if cached else "compiled")
 
 
 def _table(rows: Sequence[Row]) -> None:
-    width = max(len(row.unit) for row in rows)
+    width = max((len(row.unit) for row in rows), default=4)
     print(f"{'unit':{width}} {'arch':8} {'bytes':>9} {'seconds':>8}  state")
     for row in rows:
         state = row.state if not row.failed else "failed"

@@ -292,7 +292,7 @@ def device(
     # Engines hold more layers than one pool keeps.
     layer_ids = (0, *single) if listed and single is not None else single
     arena = _Arena(shift)
-    made: dict[str, list[_Tensor]] = {}
+    made: dict[str, tuple[bool, list[_Tensor]]] = {}
     found: list[Bytes] = []
     apart = bool(set(MARKERS) & set(chosen.tensors))
     tokens = sizes["page_size"] if has_tokens(spec) else 1
@@ -302,13 +302,14 @@ def device(
         tabled = listed and "layer" in dict(group[0].axes)
         layers = lists[group[0].layers or ""] if tabled else ()
         ids = (layer_ids or layers) if tabled else (0,)
-        made[name] = [shape.at(arena) for _ in ids]
-        wanted = [made[name][ids.index(layer)] for layer in layers] if tabled else made[name]
+        tensors = [shape.at(arena) for _ in ids]
+        made[name] = tabled, tensors
+        wanted = [tensors[ids.index(layer)] for layer in layers] if tabled else tensors
         found += shape.logical(group, wanted, tabled, pages)
     memory = torch.zeros(arena.end + GUARD, dtype=torch.uint8, device=where)
     bound = {
-        name: [tensor.bound(memory) for tensor in some] if len(some) > 1 else some[0].bound(memory)
-        for name, some in made.items()
+        name: [tensor.bound(memory) for tensor in some] if tabled else some[0].bound(memory)
+        for name, (tabled, some) in made.items()
     }
     return Device(memory, bound, layer_ids, _open_records(spec, sizes, dtypes, variants, found))
 

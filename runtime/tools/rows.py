@@ -17,7 +17,7 @@ def tensors(pool: HostPool, pages: int) -> Mapping[str, object]:
     form = pool.spec.forms[pool.form]
     names = {c.ident: c.name for c in pool.spec.components} | {r.ident: r.name for r in pool.spec.records}
     parts = [part for part in pool.program.device if pool.program.present(part.ident)]
-    if MARKERS & set(form.tensors):
+    if MARKERS & set(form.tensors) or not parts:
         return {names[part.ident]: _of(pool, form, part, pages, 0) for part in parts}
     return {pool.spec.name: _of(pool, form, parts[0], pages, len(parts))}
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,9 +17,9 @@ from poolwright.runtime.pool import HostPool
 LAYERS = (1, 4, 6)
 ODD_PAGES = (5, 3, 7, 4, 8, 16, 32, 64, 128, 256)
 WIDE_PAGES = (4, 8, 2, 16, 32, 64, 128, 256)
-PRIMES = (3, 5, 7, 2, 11, 1, 13, 16, 32)
-WIDE = (2, 8, 16, 4, 32, 64, 1, 128)
-MOST_TRIES = 50_000
+ODD = (3, 5, 7, 9, 4, 2, 11, 13, 16, 32, 1)
+WIDE = (2, 8, 16, 9, 4, 32, 64, 1, 128)
+MOST_TRIES, MORE_TRIES = 50_000, 1_000
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,18 @@ def _search(
     these page sizes and parameters.
 
     A pool that has no such sizes (every row of it is even, or none can be a multiple of 16 bytes) gets the
-    first ones that it takes at all.
+    first ones that it takes at all. Where every dim is one item or none, its stride says nothing: sizes
+    with a dim of one item are taken only when there are no others soon.
     """
     spec, layers = pool_class.spec, LAYERS if name == "odd" else LAYERS[:2]
     listed = {ids: layers for ids in spec.layer_lists}
-    refusal, spare = "none was tried", None
+    refusal, spare, good, tries = "none was tried", None, None, 0
     for params, page_size in itertools.islice(_candidates(pool_class, name, pages, fixed or {}), MOST_TRIES):
         itemsizes = {group: dtype.itemsize for group, dtype in dtypes.items()}
         counts = {ids: len(layers) for ids in listed}
+        tries += good is not None
+        if tries > MORE_TRIES:
+            break
         try:
             sizes = bind_sizes(spec, params, itemsizes, counts, page_size, variants)
         except ValueError as error:
@@ -131,11 +136,13 @@ def _search(
         found = Sample(name, params, dtypes, listed, page_size, variants)
         ends = [row[-2:] for row in rows if len(row) > 1]
         if all(end[0] % 2 if name == "odd" else math.prod(end) % 16 == 0 for end in ends):
-            return found
+            if not any(extent == 1 for row in rows for extent in row[:-1]):
+                return found
+            good = good or found
         spare = spare or found
     if spare is None:
         raise ValueError(f"{spec.name}: found no sizes that the pool takes; the last refusal: {refusal}")
-    return spare
+    return good or spare
 
 
 def _whole_pages(spec: PoolSpec, sizes: Mapping[str, int], page_size: int) -> bool:
@@ -157,13 +164,28 @@ def _candidates(
     if takes_page_size(pool_class):
         pages = only or (ODD_PAGES if name == "odd" else WIDE_PAGES)
     for tried in (zeros, values) if name == "wide" else (values,):
-        for page_size, chosen in itertools.product(pages, itertools.product(*tried)):
+        for page_size, *chosen in _nearest([pages, *tried]):
             yield {param.name: value for param, value in zip(given, chosen, strict=True)}, page_size
 
 
+def _nearest(tried: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """One value of each list, the first ones first: ordered by how far all of them stand from the front."""
+    for far in range(sum(len(values) - 1 for values in tried) + 1):
+        yield from _this_far(tried, far)
+
+
+def _this_far(tried: Sequence[Sequence[Any]], far: int) -> Iterator[tuple[Any, ...]]:
+    if not tried:
+        yield from [()] * (far == 0)
+        return
+    for at in range(min(far, len(tried[0]) - 1) + 1):
+        for rest in _this_far(tried[1:], far - at):
+            yield (tried[0][at], *rest)
+
+
 def values_of(param: Param, at: int, name: str) -> Iterator[int | tuple[int, ...]]:
-    """Values to try, the best first: different primes for each parameter, zero where it is allowed."""
-    known: tuple[int, ...] = PRIMES if name == "odd" else WIDE
+    """Values to try, the best first: others for each parameter, zero where it is allowed."""
+    known: tuple[int, ...] = ODD if name == "odd" else WIDE
     known = known[at % 3 :] + known[: at % 3]
     if param.min is not None:
         known += tuple(param.min + step for step in range(3))
@@ -173,10 +195,13 @@ def values_of(param: Param, at: int, name: str) -> Iterator[int | tuple[int, ...
     allowed = [v for v in known if v >= low and (param.max is None or v <= param.max)]
     if param.one_of:
         allowed = [*param.one_of[1:], param.one_of[0]] if name == "odd" else list(param.one_of)
+    if param.default is not None and param.length is None:
+        allowed.insert(0, param.default)
     allowed = list(dict.fromkeys(allowed))
     if param.length is None:
         yield from allowed
     else:
+        allowed = [v for v in allowed if v % 2] or allowed if name == "odd" else allowed
         for first in range(len(allowed)):
             yield tuple(allowed[(first + i) % len(allowed)] for i in range(param.length))
 

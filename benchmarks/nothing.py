@@ -1,0 +1,71 @@
+"""A device whose calls do nothing at no cost: what is left of a submission is Python's share of it."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+from poolwright.runtime.driver import Event, Launch, Parameters, Stream
+from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels, blocks
+from poolwright.runtime.driver.host import HostDriver
+from poolwright.runtime.program import GroupProgram, SizedProgram
+
+_HERE: AbstractContextManager[None] = nullcontext()
+
+
+class NoKernels:
+    """Launches nothing."""
+
+    window: ClassVar[int] = CudaKernels.window
+    arrivals: ClassVar[int] = CudaKernels.arrivals
+
+    def grid(self, purpose: str, nbytes: int) -> int:
+        return blocks(purpose, nbytes)
+
+    def prepare(self, name: str, params: Parameters) -> Launch:
+        return lambda stream, grid: None
+
+
+class NoDriver(HostDriver):
+    """Does in Python what the CUDA driver's door does for a submission, and calls nobody."""
+
+    name = "nothing"
+
+    def __init__(self) -> None:
+        self._events: list[object] = []
+        self._batch = BatchCopy(lambda *_: 0, 8)
+
+    def kernels(
+        self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
+    ) -> NoKernels:
+        return NoKernels()
+
+    def guard(self) -> AbstractContextManager[None]:
+        return _HERE
+
+    def stream(self) -> Stream:
+        return 1
+
+    def current_stream(self) -> Stream:
+        return 0
+
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        handle = self._events.pop() if self._events else object()
+        return CudaEvent(handle, self._events)
+
+    def copy(
+        self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool
+    ) -> None:
+        self._batch(to, source, sizes, stream)
+
+    def upload(self, address: int, values: array[int], stream: Stream) -> None:
+        return None
+
+    def fill(self, address: int, value: int, count: int, stream: Stream) -> None:
+        return None
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        return None
