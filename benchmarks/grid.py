@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import sglang_peer
 from shapes import SHAPES, Rig, Shape, same
-from targets import PEER, Cell, Figure, Miss, misses
+from targets import PEER, Cell, Figure, Miss, first_goal, misses
 
 from poolwright.runtime.tools.measure import Clock, CudaClock, HostClock, Run, Timing, interleaved
 
@@ -250,7 +250,9 @@ def row(cell: Cell) -> str:
     ours = cell.figures["chosen"]
     parts.append(f"submit {ours.submit * 1e6:.0f} us")
     if ours.first is not None:
-        parts.append(f"first {ours.first * 1e6:.0f} us")
+        goals = [first_goal(cell, name) for name in ("chosen", "ref")]
+        shown = "/".join("-" if goal is None else f"{goal * 1e6:.0f}" for goal in goals)
+        parts.append(f"first {ours.first * 1e6:.0f} us of {shown}")
     return "  ".join(parts)
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -21,7 +22,8 @@ from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend, Code
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.checks import Checks, behind
-from poolwright.runtime.choice import Availability, Work
+from poolwright.runtime.choice import Availability
+from poolwright.runtime.costs import Work, predict
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
@@ -31,14 +33,16 @@ from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.pages import Pages
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
-from poolwright.runtime.staging import SLOTS
+from poolwright.runtime.staging import slots_of
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers, together
 
 PAGE_ALIGN = 256
+GIB = 1 << 30
+CHOICES_KEPT = 4096
+"""Sizes of transfers whose path is remembered."""
 ANY_PAGES = 1 << 31
 """Device pages of a pool that has no bytes: any id that kernels could take."""
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,7 @@ class HostPool(Pages):
     Every method may be called from any thread. Raises ValueError for wrong arguments with nothing done.
     """
 
-    STAGING_BYTES: ClassVar[int] = 64 << 20
-    STAGING_SLOTS: ClassVar[int] = SLOTS
+    STAGING_BYTES: ClassVar[int] = 128 << 20
 
     can_use_write_back_jit: bool
     staging: Memory | None
@@ -134,7 +137,7 @@ class HostPool(Pages):
         self._forced = env.text("PATH")
         if env.text("TWIN") == "lanes" and self._forced == "auto" and self.device.type == "cpu":
             self._forced = "zero_copy"  # the kernels, played lane by lane
-        self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
+        self._choices: dict[tuple[object, ...], tuple[str, float | None]] = {}
         shared = being_built.get() or Shared(Code(self.program, self.device, require))
         self._shared, self._transfers = shared, shared.transfers
         self.name = shared.member or self.spec.name
@@ -227,7 +230,8 @@ class HostPool(Pages):
         pages = _capacity(cls.spec, program, capacity_pages, capacity_bytes)
         host = program.host(pages)
         slot = _slot_pages(program, pages, _staging_bound(cls.spec, staging_bytes, capture_bytes))
-        staging = 0 if host.page_bytes == 0 else SLOTS * indices_align(program.host(slot).nbytes)
+        slots = slots_of(cls.spec.updates == "in_place")
+        staging = 0 if host.page_bytes == 0 else slots * indices_align(program.host(slot).nbytes)
         return RequiredBytes(pages, host.nbytes, staging, host.page_bytes, program)
 
     def host_layout(self, pages: int) -> HostLayout:
@@ -343,10 +347,15 @@ class HostPool(Pages):
         validate: str = "cheap",
         path: str | None = None,
         qos: str | None = None,
+        timed: bool = False,
     ) -> Ticket:
-        """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows."""
+        """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows.
+
+        `qos` ``background``: leave the SMs to others; ``urgent``: the submission counts, too. `timed`: the
+        ticket tells its seconds.
+        """
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
-        return self._transfers.submit("write_back", moves, self._caller(producer))
+        return self._transfers.submit("write_back", moves, self._caller(producer), timed=timed)
 
     def load(
         self,
@@ -360,14 +369,16 @@ class HostPool(Pages):
         validate: str = "cheap",
         path: str | None = None,
         qos: str | None = None,
+        timed: bool = False,
     ) -> Ticket:
         """Copy host pages to device pages (H2D). `order` ``layer``: first layers first, each told on its own.
 
-        `layers`: only these layer ids. `readers`: the stream that still reads the device rows.
+        `layers`: only these layer ids. `readers`: the stream that still reads the device rows. `qos` and
+        `timed`: as for `write_back`.
         """
         steps = self._transfers.ordered(self._numbers, order, layers)
         moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
-        return self._transfers.submit("load", moves, self._caller(readers), steps)
+        return self._transfers.submit("load", moves, self._caller(readers), steps, timed)
 
     def _moves(
         self,
@@ -387,12 +398,12 @@ class HostPool(Pages):
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
         batch = self._batch(host, device, unit, validate, direction == "write_back")
         full = validate == "full"
-        moves = [self._move(direction, batch, path, layered, full)]
+        moves = [self._move(direction, batch, path, layered, qos, full)]
         for pool in self._followers:
             ids = batch
             if not pool._takes(batch, self):
                 ids = pool._batch(host, device, unit, validate, direction == "write_back")
-            moves.append(pool._move(direction, ids, path, layered, full))
+            moves.append(pool._move(direction, ids, path, layered, qos, full))
         return moves
 
     def _move(
@@ -401,11 +412,12 @@ class HostPool(Pages):
         batch: indices.Batch,
         path: str | Mapping[str, str] | None,
         layered: bool,
+        qos: str | None,
         full: bool,
     ) -> Move:
         wanted = path if path is None or isinstance(path, str) else path.get(self.name)
-        taken = self._choose(direction, batch, wanted, layered)
-        return Move(self._number, self.name, batch, taken, self._checks if full and batch.host else None)
+        taken = self._choose(direction, batch, wanted, layered, qos)
+        return Move(self._number, self.name, batch, *taken, self._checks if full and batch.host else None)
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
@@ -489,7 +501,7 @@ class HostPool(Pages):
         return _slot_pages(self.program, self.page_num, self.staging_bytes)
 
     def _allocate_staging(self, slot_bytes: int) -> Memory:
-        nbytes = SLOTS * indices_align(slot_bytes)
+        nbytes = slots_of(self.spec.updates == "in_place") * indices_align(slot_bytes)
         memory = self._backend.driver.allocate(nbytes + GUARD)
         return Memory(memory.address, nbytes, memory.tensor[:nbytes])
 
@@ -504,7 +516,7 @@ class HostPool(Pages):
         if self.staging is None:
             return None
         slot = indices_align(self.host_layout(self.staging_pages).nbytes)
-        return Ring(self.staging, self.staging_pages, slot)
+        return Ring(self.staging, self.staging_pages, slot, self.spec.updates == "in_place")
 
     def _settle(self, pages: set[int], reads: bool) -> None:
         self._transfers.settle(self.name, pages, reads)
@@ -523,32 +535,61 @@ class HostPool(Pages):
             raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
         return indices.batch(self._limits, host, device, unit, validate, writes_host)
 
-    def _choose(self, direction: str, batch: indices.Batch, path: str | None, layered: bool) -> str:
+    def _choose(
+        self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
+    ) -> tuple[str, float | None]:
+        """The path, and the seconds that the cost model expects of it."""
         forced = self._forced if path is None else path
         pages_known = batch.on_device is None or batch.bad is None  # else the device skips wrong ones
         whole = not layered and pages_known and (batch.unit == "pages" or batch.on_device is not None)
-        key = (direction, len(batch.host_pages), layered, whole, forced)
+        merged = self._merged(batch) if whole else 1
+        key = (direction, len(batch.host_pages), layered, whole, merged, qos, forced)
         taken = self._choices.get(key)
         if taken is None:
+            if len(self._choices) >= CHOICES_KEPT:
+                self._choices.clear()
             taken = self._choices[key] = self._decide(*key)
         return taken
 
-    def _decide(self, direction: str, pages: int, layered: bool, whole: bool, forced: str) -> str:
-        ranges = pages * max(1, self._backend.range_count)
-        total = pages * self.page_bytes
+    def _merged(self, batch: indices.Batch) -> int:
+        """How many host pages follow each other on average, as a power of two; 1 where it does not matter."""
+        host, costs = batch.host, self._shared.code.costs
+        small = self._backend.range_count * costs.load.copy * costs.load.link_rate
+        if self.page_bytes >= small or not host:
+            return 1
+        ordered = sorted(host)
+        runs = 1 + sum(b - a != 1 for a, b in pairwise(ordered))
+        return 1 << (len(ordered) // runs).bit_length() - 1
+
+    def _decide(
+        self,
+        direction: str,
+        pages: int,
+        layered: bool,
+        whole: bool,
+        merged: int,
+        qos: str | None,
+        forced: str,
+    ) -> tuple[str, float | None]:
+        ranges = max(1, self._backend.range_count)
         work = Work(
             direction=direction,
-            range_bytes=total // max(1, ranges),
-            ranges=ranges,
-            total=total,
+            range_bytes=self.page_bytes // ranges,
+            ranges=pages * ranges,
+            total=pages * self.page_bytes,
             layered=layered,
             in_place=self.spec.updates == "in_place",
             whole_pages=whole,
+            merged=merged,
+            slot_bytes=self.staging_pages * self.page_bytes,
+            qos=qos,
         )
+        costs = self._shared.code.costs
         try:
-            return choice.choose(work, self.path_report(), forced)
+            path = choice.choose(work, self.path_report(), costs, forced)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+        return path, predict(path, work, costs)
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
@@ -571,7 +612,7 @@ def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None
 def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int) -> int:
     """Pages of one slot: all slots together stay within the bound, but one page always fits."""
     page = max(program.host(1).nbytes, 1)
-    return max(1, min(pages, staging_bytes // SLOTS // page))
+    return max(1, min(pages, staging_bytes // slots_of(program.spec.updates == "in_place") // page))
 
 
 def _layers_of(program: SizedProgram, lists: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Transfers:
         self._out, self._in, self._side = driver.stream(), driver.stream(), driver.stream()
         self._bound: tuple[object, ...] = ()
         self._launcher: Launcher | None = None
-        self._staging = Staging(driver)
+        self._staging = Staging(driver, code.costs)
         self._hazards = Hazards(driver)
         self._lost: list[object] = []
         self._counters: Memory | None = None
@@ -183,7 +183,12 @@ class Transfers:
     # ---- submission
 
     def submit(
-        self, direction: str, moves: Sequence[Move], other: Stream, order: Order | None = None
+        self,
+        direction: str,
+        moves: Sequence[Move],
+        other: Stream,
+        order: Order | None = None,
+        timed: bool = False,
     ) -> Ticket:
         """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows.
 
@@ -204,18 +209,19 @@ class Transfers:
                 before = self._hazards.before(direction, moves)
                 if before is not None:
                     driver.wait(stream, before)
+                began = driver.record(stream, timed=True) if timed else None
                 captured, marks = self._run(direction, moves, stream, order, keep)
                 verdict = None
                 if any(move.checks is not None for move in moves):
                     captured = marks = None  # see Note [Comparing in order]
                     verdict = self._compare(direction, moves, stream, order, keep)
-                event = driver.record(stream)
+                event = driver.record(stream, timed=timed)
             except PoolError as error:
                 self._abandon(direction, moves, stream, other, keep)
                 raise failure(self.name, direction, moves, str(error)) from error
             ticket = Ticket(
                 *(driver, self.name, direction, moves, event, event if captured is None else captured),
-                *(marks, order, self._staging.delayed, verdict),
+                *(marks, order, self._staging.delayed, verdict, began),
             )
             self._hazards.add(Submission(direction, event, moves, keep), ticket)
             return ticket

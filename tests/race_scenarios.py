@@ -376,6 +376,17 @@ def layers_in_turn(choose: Choose) -> None:
     finish(made)
 
 
+def timed_from_its_start(choose: Choose) -> None:
+    """The time that a ticket tells begins when what it waited for is done."""
+    made = world(CONFIGS[0], choose)
+    before = 40
+    for n in range(before):
+        made.driver.compute(made.driver.caller, f"earlier work {n}", lambda: None)
+    ids = torch.tensor([0]), torch.tensor([1])
+    ticket = made.pool.write_back(*ids, "page", path="zero_copy", timed=True)
+    assert 1 <= ticket.seconds() < before
+
+
 def layers_on_the_cpu(choose: Choose) -> None:
     """F066: the CPU is told of a layer when it is there."""
     made = world(MHA, choose)
@@ -661,6 +672,32 @@ def failed_half_way(choose: Choose) -> None:
                 finish(made, ticket)
 
 
+def failed_half_way_in_shared_slots(choose: Choose) -> None:
+    """The same for states, where both directions use the same slots of staging memory."""
+    for stores in (True, False):
+        for call in SUBMITTING:
+            for skip in range(6):
+                made = world(KDA, choose)
+                store(made, [0, 1, 2, 3], [1, 2, 3, 4], "staged").wait()
+                made.driver.fail(call, skip)
+                move = made.pool.write_back if stores else made.pool.load
+                device = torch.tensor([2, 3, 4] if stores else [5, 6, 7])
+                try:
+                    move(torch.tensor([0, 1, 2]), device, "page", path="staged")
+                    break
+                except TransferError:
+                    made.driver.heal()
+                elsewhere = made.driver.new_stream("elsewhere")
+                for _ in range(2):  # each slot once
+                    if stores:
+                        load(made, [3], [1], "staged", readers=elsewhere)
+                    else:
+                        store(made, [4], [1], "staged", producer=elsewhere)
+                produce(made, 2, 3, 4)
+                store(made, [0, 1, 2], [2, 3, 4], "staged")
+                finish(made, load(made, [0, 1, 2], [5, 6, 7], "staged"))
+
+
 def device_lost(choose: Choose) -> None:
     """When the device answers nothing any more, what was submitted keeps what it may still touch."""
     for stores, path, how in MOVES:
@@ -777,11 +814,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(late_layer_wait, bound_at_once),
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
-    *(layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
     *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_layers, group_and_pool, group_dropped),
     *(pages_read_and_filled, compared),
 )
 
-FAILURES: tuple[Scenario, ...] = (device_lost, failed_on_the_device, failed_half_way)
+FAILURES: tuple[Scenario, ...] = (
+    *(device_lost, failed_on_the_device, failed_half_way, failed_half_way_in_shared_slots),
+)
 """Scenarios that fail at every call in turn: a hundred lives each."""

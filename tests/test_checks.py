@@ -157,7 +157,7 @@ def test_ids_that_only_the_device_knows(
     def submit(host: list[int], bad: list[int]) -> Any:
         rows, none = array("I", host), array("I")
         given = Batch(unit, rows, none, set(host), None, torch.tensor(device), lambda: bad)
-        return pool._transfers.submit("write_back", [Move(0, "mla", given, "torch", parts)], None)
+        return pool._transfers.submit("write_back", [Move(0, "mla", given, "torch", checks=parts)], None)
 
     cause = "their device ids are out of range or not whole pages"
     fails(submit([0, 1, 4], [1]), f"mla: write_back of 1 pages (1) failed: {cause}")

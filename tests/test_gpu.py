@@ -57,7 +57,7 @@ def pool() -> Iterator[HostPool]:
         page_size=P,
         layout="page_first",
         capacity_pages=PAGES,
-        staging_bytes=4 * L * P * 48,  # two slots of two pages: every ring wraps
+        staging_bytes=8 * L * P * 48,  # two slots of two pages a direction: every ring wraps
         device="cuda:0",
         require="cuda",
     )

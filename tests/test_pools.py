@@ -301,7 +301,7 @@ def test_layers_of_a_load(pool: Any) -> None:
 def test_more_ids_than_one_launch_takes() -> None:
     """Thousands of pages and tokens: several launches, several staging rounds."""
     pages = 2500
-    pool = build(capacity_pages=pages, layers=(0,), staging_bytes=2 * 300 * 40)
+    pool = build(capacity_pages=pages, layers=(0,), staging_bytes=4 * 300 * 40)
     rows = torch.randn(pages * PAGE, 5).to(torch.bfloat16)
     pool.bind({"kv": [rows.clone()]})
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))
@@ -358,7 +358,7 @@ def test_names_that_engines_know() -> None:
 
 def test_staging_is_bounded_in_bytes() -> None:
     page = build().page_bytes
-    for wanted, pages in ((0, 1), (2 * page, 1), (2 * 3 * page + 1, 3), (1 << 20, PAGES)):
+    for wanted, pages in ((0, 1), (4 * page, 1), (4 * 3 * page + 1, 3), (1 << 20, PAGES)):
         pool = build(staging_bytes=wanted)
         assert pool.staging_pages == pages
         assert pool.staging_kv.shape == (pages, PAGE, 2, 5, 2)

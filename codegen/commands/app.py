@@ -10,6 +10,7 @@ import typer
 _FORWARDED = {
     "verify": "Copy every pool in every layout, and every group, and compare with an independent oracle.",
     "bench": "Measure bandwidth over size, beside a plain copy.",
+    "tune": "Measure the constants by which pools choose their paths.",
     "compile": "Compile generated sources ahead of time into the cache.",
     "doctor": "Say what this machine has and what is missing.",
 }

@@ -47,6 +47,7 @@ class SimulatedEvent:
     happened: bool = False
     clock: Clock = field(default_factory=list)
     failed: str = ""
+    moment: int = 0  # steps of all streams that had run
 
 
 @dataclass(eq=False)
@@ -141,7 +142,7 @@ class SimulatedDriver:
         self._fail_step = -1
         self._over = False
         self._lost_counters: dict[int, str] = {}
-        self._number = 0
+        self._number = self._steps = 0
         self._thread = threading.local()
         self._thread.current = True
         self.capturing: set[SimulatedStream] = set()
@@ -291,16 +292,20 @@ class SimulatedDriver:
     def current_stream(self) -> SimulatedStream:
         return getattr(self._thread, "stream", self.caller)
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+    def record(self, stream: SimulatedStream, timed: bool = False) -> SimulatedEvent:
         with self._call("record"):
             self._number += 1
             event = SimulatedEvent(f"event {self._number} of {stream}")
 
             def step(touch: Touch) -> None:
-                event.clock, event.happened = list(touch.clock), True
+                event.clock, event.happened, event.moment = list(touch.clock), True, self._steps
 
             self._submit(stream, "record", [step], control=True, event=event)
             return event
+
+    def elapsed(self, begin: SimulatedEvent, end: SimulatedEvent) -> float:
+        """Steps between two events stand for seconds."""
+        return float(end.moment - begin.moment)
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         with self._call("wait", guarded=False):
@@ -463,6 +468,7 @@ class SimulatedDriver:
             operation.started = True
             join(stream.clock, operation.known)
         stream.clock[stream.index] += 1
+        self._steps += not operation.control
         if not operation.control:
             self._maybe_fail(stream, operation)
         if stream.failed:

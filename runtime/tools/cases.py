@@ -12,6 +12,7 @@ import torch
 from poolwright.runtime.description import HostLayout, PageRanges
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.staging import slots_of
 from poolwright.runtime.tools import oracle
 from poolwright.runtime.tools.samples import Sample, arguments, takes_page_size
 
@@ -72,7 +73,7 @@ class Bench:
     ) -> None:
         given: dict[str, Any] = {**arguments(pool_class, sample), "form": form, "layout": layout}
         page = pool_class.required_bytes(**given, capacity_pages=1)  # type: ignore[attr-defined]
-        given["staging_bytes"] = pool_class.STAGING_SLOTS * STAGING_PAGES * page.host
+        given["staging_bytes"] = slots_of(pool_class.spec.updates == "in_place") * STAGING_PAGES * page.host
         self.required = pool_class.required_bytes(**given, capacity_pages=HOST_PAGES)  # type: ignore[attr-defined]
         self._watch(pool_class(**given, capacity_pages=HOST_PAGES, device=device), sample)
         self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)

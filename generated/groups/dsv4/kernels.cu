@@ -178,15 +178,16 @@ PW_KERNEL load_layer_pages(
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
     ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_swa(if (swa_ids.count != 0) swa::move_step_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.steps + n * swa::columns);)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_step_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.steps + n * c4::columns);)
-    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) c4_indexer::move_step_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.steps + n * c4_indexer::columns);)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_step_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.steps + n * c128::columns);)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_step_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.steps + n * c4_state::columns);)
-    ONLY_indexer_state(if (indexer_state_ids.count != 0) indexer_state::move_step_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.steps + n * indexer_state::columns);)
-    pw::arrive(done, n);
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_swa(if (swa_ids.count != 0) swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.turn(n, swa::columns, now));)
+    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
+    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) c4_indexer::move_steps_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.turn(n, c4_indexer::columns, now));)
+    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
+    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
+    ONLY_indexer_state(if (indexer_state_ids.count != 0) indexer_state::move_steps_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.turn(n, indexer_state::columns, now));)
+    pw::arrive(done, n, now);
   }
 }
 #endif

@@ -105,9 +105,9 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   ONLY_c128_state(const c128_state::View& c128_state_view = *(const c128_state::View*)*params++;)
   ONLY_c128_state(const pw::Ids& c128_state_ids = *(const pw::Ids*)*params++;)
   const pw::Few& few = *(const pw::Few*)params[0];
-  const u32 steps = *(const u32*)params[1];
-  u32* const done = *(u32**)params[2];
-  pw::each_lane(grid, block, [&] { load_layer_pages(ONLY_sliding(sliding_view, sliding_ids,) ONLY_window(window_view, window_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_c4_index(c4_index_view, c4_index_ids,) ONLY_c4_index_state(c4_index_state_view, c4_index_state_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c128_state(c128_state_view, c128_state_ids,) few, steps, done); });
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { load_layer_pages(ONLY_sliding(sliding_view, sliding_ids,) ONLY_window(window_view, window_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_c4_index(c4_index_view, c4_index_ids,) ONLY_c4_index_state(c4_index_state_view, c4_index_state_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c128_state(c128_state_view, c128_state_ids,) few, steps, window, done); });
 }
 
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
@@ -128,7 +128,7 @@ PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   ONLY_c128_state(const c128_state::View& c128_state_view = *(const c128_state::View*)*params++;)
   ONLY_c128_state(const pw::Ids& c128_state_ids = *(const pw::Ids*)*params++;)
   const pw::Few& few = *(const pw::Few*)params[0];
-  const u32 steps = *(const u32*)params[1];
-  u32* const done = *(u32**)params[2];
-  pw::each_lane(grid, block, [&] { load_layer_tokens(ONLY_sliding(sliding_view, sliding_ids,) ONLY_window(window_view, window_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_c4_index(c4_index_view, c4_index_ids,) ONLY_c4_index_state(c4_index_state_view, c4_index_state_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c128_state(c128_state_view, c128_state_ids,) few, steps, done); });
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { load_layer_tokens(ONLY_sliding(sliding_view, sliding_ids,) ONLY_window(window_view, window_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_c4_index(c4_index_view, c4_index_ids,) ONLY_c4_index_state(c4_index_state_view, c4_index_state_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c128_state(c128_state_view, c128_state_ids,) few, steps, window, done); });
 }

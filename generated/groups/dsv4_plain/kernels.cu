@@ -288,17 +288,18 @@ PW_KERNEL load_layer_pages(
     ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_sliding(if (sliding_ids.count != 0) sliding::move_step_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.steps + n * sliding::columns);)
-    ONLY_window(if (window_ids.count != 0) window::move_step_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.steps + n * window::columns);)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_step_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.steps + n * c4::columns);)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_step_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.steps + n * c4_state::columns);)
-    ONLY_c4_index(if (c4_index_ids.count != 0) c4_index::move_step_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.steps + n * c4_index::columns);)
-    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) c4_index_state::move_step_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.steps + n * c4_index_state::columns);)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_step_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.steps + n * c128::columns);)
-    ONLY_c128_state(if (c128_state_ids.count != 0) c128_state::move_step_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.steps + n * c128_state::columns);)
-    pw::arrive(done, n);
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_sliding(if (sliding_ids.count != 0) sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.turn(n, sliding::columns, now));)
+    ONLY_window(if (window_ids.count != 0) window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.turn(n, window::columns, now));)
+    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
+    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
+    ONLY_c4_index(if (c4_index_ids.count != 0) c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.turn(n, c4_index::columns, now));)
+    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.turn(n, c4_index_state::columns, now));)
+    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
+    ONLY_c128_state(if (c128_state_ids.count != 0) c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.turn(n, c128_state::columns, now));)
+    pw::arrive(done, n, now);
   }
 }
 #endif
@@ -313,17 +314,18 @@ PW_KERNEL load_layer_tokens(
     ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_sliding(if (sliding_ids.by_token) sliding::move_step_tokens<pw::Load>(sliding_view, sliding_ids.tokens(), sliding_ids.count, sliding_ids.steps + n * sliding::columns); else if (sliding_ids.count != 0) sliding::move_step_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.steps + n * sliding::columns);)
-    ONLY_window(if (window_ids.by_token) window::move_step_tokens<pw::Load>(window_view, window_ids.tokens(), window_ids.count, window_ids.steps + n * window::columns); else if (window_ids.count != 0) window::move_step_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.steps + n * window::columns);)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_step_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.steps + n * c4::columns);)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_step_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.steps + n * c4_state::columns);)
-    ONLY_c4_index(if (c4_index_ids.count != 0) c4_index::move_step_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.steps + n * c4_index::columns);)
-    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) c4_index_state::move_step_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.steps + n * c4_index_state::columns);)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_step_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.steps + n * c128::columns);)
-    ONLY_c128_state(if (c128_state_ids.count != 0) c128_state::move_step_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.steps + n * c128_state::columns);)
-    pw::arrive(done, n);
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_sliding(if (sliding_ids.by_token) sliding::move_steps_tokens<pw::Load>(sliding_view, sliding_ids.tokens(), sliding_ids.count, sliding_ids.turn(n, sliding::columns, now)); else if (sliding_ids.count != 0) sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.turn(n, sliding::columns, now));)
+    ONLY_window(if (window_ids.by_token) window::move_steps_tokens<pw::Load>(window_view, window_ids.tokens(), window_ids.count, window_ids.turn(n, window::columns, now)); else if (window_ids.count != 0) window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.turn(n, window::columns, now));)
+    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
+    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
+    ONLY_c4_index(if (c4_index_ids.count != 0) c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.turn(n, c4_index::columns, now));)
+    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.turn(n, c4_index_state::columns, now));)
+    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
+    ONLY_c128_state(if (c128_state_ids.count != 0) c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.turn(n, c128_state::columns, now));)
+    pw::arrive(done, n, now);
   }
 }
 #endif
