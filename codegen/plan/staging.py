@@ -1,11 +1,11 @@
-"""Device memory for staging, as the runtime takes it: two slots within a bound, never less than a page."""
+"""Device memory for staging, as the runtime takes it: slots within a bound, never less than a page each."""
 
 from __future__ import annotations
 
 from poolwright.codegen.plan.plan import Plan, Planned
 
-BOUND = 64 << 20
-SLOTS = 2
+BOUND = 128 << 20
+SLOTS = 2  # of a pool whose rows change; others have as many for each direction
 ALIGN = 256
 
 
@@ -19,6 +19,7 @@ def staging_bytes(plan: Plan) -> int:
 
 
 def _pool(one: Planned, bound: int) -> int:
+    slots = SLOTS if one.pool.updates == "in_place" else 2 * SLOTS
     page = max(one.size.host_bytes(1), 1)
-    slot = max(1, min(one.pages, bound // SLOTS // page))
-    return SLOTS * (-(-one.size.host_bytes(slot) // ALIGN) * ALIGN)
+    pages = max(1, min(one.pages, bound // slots // page))
+    return slots * (-(-one.size.host_bytes(pages) // ALIGN) * ALIGN)

@@ -360,7 +360,7 @@ class Bench:
         size = self.pool.page_size if case.unit == "token" else 1
         pages = host_ids.long() // size, device_ids.long() // size
         tokens = host_ids.long() % size, device_ids.long() % size
-        first_only = case.layers is not None and self.pool.layers[0] not in case.layers
+        first_only = case.layers is not None and not {*self.pool.layers[:1]} <= {*case.layers}
         for at in self.host.bytes:
             there = self._places[at.name]
             by_token = case.unit == "token" and "token" in at.axes
