@@ -113,6 +113,7 @@ def test_only_what_ran_side_by_side_is_counted() -> None:
 
 def options(**more: Any) -> argparse.Namespace:
     given = dict(device="cpu", budget_s=1e9, repeats=3, limit_mb=1, order=["scattered"], only=None)
+    given |= dict(pages=(1, 2), torch=True)
     return argparse.Namespace(**{**given, **more})
 
 
@@ -121,7 +122,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The grid over two small pools of one or two pages."""
     shapes, grid = module("shapes"), module("grid")
     monkeypatch.setattr(grid, "SHAPES", (shapes.mla("MLA", 2, 32, 4), shapes.mha(2, 256, 1)))
-    monkeypatch.setattr(grid, "PAGES", (1, 2))
     return grid
 
 
