@@ -310,6 +310,7 @@ def test_submission_never_waits_for_the_device(pool: HostPool) -> None:
     ]
     tickets.append(pool.load(torch.arange(9), torch.arange(9), unit="page", order="layer"))
     tickets.append(pool.write_back(tokens(torch.arange(9)), on_device, validate="full"))
+    tickets.append(pool.load(torch.arange(9), torch.arange(9), unit="page", validate="full"))
     assert not before.query(), "a submission waited for work of the caller's stream"
     for ticket in tickets:
         ticket.wait()

@@ -239,8 +239,9 @@ class Bench:
             unit, dtype = next(turn)
             yield Case(direction, path, unit, *self.ids(count), dtype=dtype)
         if self.pool.device.type != "cpu":
+            unit = "token" if self.pool.program.tokens else "page"
             for direction, path, count in itertools.product(("write_back", "load"), paths, COUNTS[::2]):
-                yield Case(direction, path, "token", *self.ids(count), on_device=True)
+                yield Case(direction, path, unit, *self.ids(count), on_device=True)
 
     def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
         """Neighbours on one side or both, and runs that end at the last page."""
