@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: .venv demo test test-long clean
+.PHONY: .venv demo test test-long mooncake-up mooncake-down clean
 
 .venv: $(STAMP)
 
@@ -28,6 +28,13 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# A Mooncake master and one node on 127.0.0.1, for trying out storage: ready, or an error, when this returns.
+mooncake-up: $(STAMP)
+	$(BIN)/python -m poolwright.runtime.storage.cluster up
+
+mooncake-down: $(STAMP)
+	$(BIN)/python -m poolwright.runtime.storage.cluster down
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import sglang_peer
 from shapes import SHAPES, Rig, Shape, same
-from targets import PEER, Cell, Figure, Miss, misses
+from targets import PEER, Cell, Figure, Miss, first_goal, misses
 
 from poolwright.runtime.tools.measure import Clock, CudaClock, HostClock, Run, Timing, interleaved
 
@@ -43,8 +43,8 @@ SLOW_REPEATS, SLOW_LIMIT = 3, 256 << 20
 class Grid:
     """Cells of one shape. The peer is None where it cannot run."""
 
-    def __init__(self, rig: Rig, clock: Clock, repeats: int) -> None:
-        self.rig, self._clock, self._repeats = rig, clock, repeats
+    def __init__(self, rig: Rig, clock: Clock, repeats: int, slow_limit: int = SLOW_LIMIT) -> None:
+        self.rig, self._clock, self._repeats, self._slow_limit = rig, clock, repeats, slow_limit
         self._cuda = isinstance(clock, CudaClock)
         most = rig.pages * rig.shape.page_bytes
         where = rig.device[0][0].device
@@ -80,7 +80,7 @@ class Grid:
     ) -> Cell:
         shape = self.rig.shape
         runs, paths = _checked([*runs], check)
-        slow, slow_paths = _checked(slow if pages * shape.page_bytes <= SLOW_LIMIT else [], check)
+        slow, slow_paths = _checked(slow if pages * shape.page_bytes <= self._slow_limit else [], check)
         paths |= slow_paths
         timed: dict[str, Timing] = interleaved(runs, self._clock, self._repeats)
         if slow:
@@ -229,10 +229,10 @@ def _figure(timing: Timing, path: str) -> Figure:
     return Figure(timing.seconds, timing.spread, timing.submit, timing.first, timing.covered, path)
 
 
-def counts(shape: Shape, limit: int) -> list[int]:
+def counts(shape: Shape, limit: int, wanted: Sequence[int] = PAGES) -> list[int]:
     """Pages of the cells of a shape: the largest count is lowered to the limit."""
     most = max(1, limit // shape.page_bytes)
-    return sorted({min(pages, most) for pages in PAGES})
+    return sorted({min(pages, most) for pages in wanted})
 
 
 # ---- results
@@ -250,7 +250,9 @@ def row(cell: Cell) -> str:
     ours = cell.figures["chosen"]
     parts.append(f"submit {ours.submit * 1e6:.0f} us")
     if ours.first is not None:
-        parts.append(f"first {ours.first * 1e6:.0f} us")
+        goals = [first_goal(cell, name) for name in ("chosen", "ref")]
+        shown = "/".join("-" if goal is None else f"{goal * 1e6:.0f}" for goal in goals)
+        parts.append(f"first {ours.first * 1e6:.0f} us of {shown}")
     return "  ".join(parts)
 
 
@@ -298,7 +300,8 @@ def measure(options: argparse.Namespace, results: Results) -> bool:
     for shape in SHAPES:
         if options.only and not any(word in shape.label for word in options.only):
             continue
-        wanted = [(p, o) for p in counts(shape, options.limit_mb << 20) for o in options.order]
+        pages = counts(shape, options.limit_mb << 20, options.pages)
+        wanted = [(p, o) for p in pages for o in options.order]
         ways = ("write_back", "load", "load_layers")
         keys = {
             w: [f"{shape.name} | {shape.page_size} | {w[0]} | {w[1]} | {d}" for d in ways] for w in wanted
@@ -306,13 +309,13 @@ def measure(options: argparse.Namespace, results: Results) -> bool:
         open_ones = [w for w in wanted if not set(keys[w]) <= set(results.cells)]
         if not open_ones:
             continue
-        rig = Rig(shape, max(pages for pages, _ in open_ones), options.device)
-        grid = Grid(rig, clock, options.repeats)
-        for pages, order in open_ones:
+        rig = Rig(shape, max(count for count, _ in open_ones), options.device)
+        grid = Grid(rig, clock, options.repeats, SLOW_LIMIT if options.torch else 0)
+        for count, order in open_ones:
             if time.perf_counter() - begin > options.budget_s:
                 rig.close()
                 return False
-            cells = list(grid.cells(pages, order))
+            cells = list(grid.cells(count, order))
             results.add(cells)
             for cell in cells:
                 print(row(cell), flush=True)
@@ -342,6 +345,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--limit-mb", type=int, default=LIMIT >> 20, help="bytes of the largest cell")
     parser.add_argument("--order", nargs="+", default=["scattered", "runs"])
+    parser.add_argument("--pages", type=int, nargs="+", default=PAGES)
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave indexing by torch out")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="shapes with this in their name")
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
-from poolwright.runtime.driver import Event, Parameters, Stream
-from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels
+from poolwright.runtime.driver import Event, Launch, Parameters, Stream
+from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels, blocks
 from poolwright.runtime.driver.host import HostDriver
 from poolwright.runtime.program import GroupProgram, SizedProgram
 
@@ -19,10 +19,14 @@ _HERE: AbstractContextManager[None] = nullcontext()
 class NoKernels:
     """Launches nothing."""
 
-    grid: ClassVar[Mapping[str, int]] = CudaKernels.grid
+    window: ClassVar[int] = CudaKernels.window
+    arrivals: ClassVar[int] = CudaKernels.arrivals
 
-    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
-        return lambda stream: None
+    def grid(self, purpose: str, nbytes: int) -> int:
+        return blocks(purpose, nbytes)
+
+    def prepare(self, name: str, params: Parameters) -> Launch:
+        return lambda stream, grid: None
 
 
 class NoDriver(HostDriver):
@@ -48,7 +52,7 @@ class NoDriver(HostDriver):
     def current_stream(self) -> Stream:
         return 0
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream, timed: bool = False) -> Event:
         handle = self._events.pop() if self._events else object()
         return CudaEvent(handle, self._events)
 

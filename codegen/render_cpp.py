@@ -314,14 +314,27 @@ def columns_text(found: Sequence[str | None]) -> str:
     return ", ".join(words) or "nothing"
 
 
-def _move(item: Item, walk: str) -> dict[str, str]:
+def _move(item: Item, walk: str) -> dict[str, Any]:
     layered = walk.startswith("layer_")
     layer = ", layer" if layered else ""
     end = f"{item.ident}_{walk}"
+    place = [
+        "const u32 id = at / pw::divisor(i64(runs) * vectors);",
+        "if (ids.device(id) == pw::skipped) continue;",
+    ]
+    if layered:
+        place = [
+            "const u32 turn = at / pw::divisor(i64(runs) * vectors), id = turn % count;",
+            "const u32 layer = steps.number(turn / count);",
+            "if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;",
+        ]
+    words = WALK_WORDS[walk].replace("one layer", "one layer a step")
     return {
-        "comment": f"{item.name}, {WALK_WORDS[walk]}.",
+        "comment": f"{item.name}, {words}.",
         "name": f"move_{end}",
-        "layer_parameter": ", const u32 layer" if layered else "",
+        "parameter": ", const pw::Column& steps" if layered else "",
+        "total": ("steps.count * " if layered else "") + "count * runs * vectors",
+        "place": place,
         "vector": f"vector_{end}",
         "atom": f"atom_{end}",
         "runs": f"runs_{end}",
@@ -342,21 +355,27 @@ def _whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
 
 
 def _layer_whole(lowered: Lowered, walk: str) -> dict[str, Any]:
-    def call(item: Item, layer: str) -> str:
-        name, argument = (f"layer_{walk}", ", layer") if layer else (walk, "")
-        return f"move_{item.ident}_{name}<Way>(view, ids, count{argument});"
-
+    """Steps in layer order: each component where its column says so."""
+    lines = []
+    for at, name in enumerate(columns(lowered)):
+        for item in lowered.programs[0].items:
+            if item.layers == name and name:
+                lines.append(f"move_{item.ident}_layer_{walk}<Way>(view, ids, count, steps.column({at}));")
+            elif item.layers == name:
+                lines.append(
+                    f"if (steps.column({at}).any()) move_{item.ident}_{walk}<Way>(view, ids, count);"
+                )
     return {
-        "comment": f"One step in layer order, {WALK_WORDS[walk]}; `at`: {columns_text(columns(lowered))}.",
-        "name": f"move_step_{walk}",
+        "comment": f"Steps in layer order, {WALK_WORDS[walk]}; columns: {columns_text(columns(lowered))}.",
+        "name": f"move_steps_{walk}",
         "ids": f"pw::{ids_struct(walk)}",
-        "parameters": ", const u32* at",
-        "lines": _step(lowered, call),
+        "parameters": ", const pw::Steps& steps",
+        "lines": lines,
     }
 
 
 def _step(lowered: Lowered, call: Callable[[Item, str], str]) -> list[str]:
-    """The lines of one step: each component where its column says so."""
+    """The lines of one step on the CPU: each component where its column says so."""
     items, lines = lowered.programs[0].items, []
     for at, name in enumerate(columns(lowered)):
         mine = [item for item in items if item.layers == name]
@@ -395,14 +414,26 @@ def _part(part: str) -> dict[str, Any]:
         }
     return {
         "name": part,
-        "parameters": f"{few}, u32 steps, u32* done",
-        "lines": [
-            "for (u32 n = 0; n < steps; ++n) {",
-            f"  move_step_{unit}<pw::{way}>(view, {ids}, ids.count, ids.steps + n * columns);",
-            "  pw::arrive(done, n);",
-            "}",
-        ],
+        "parameters": f"{few}, {STEPS}",
+        "lines": in_windows(
+            [f"move_steps_{unit}<pw::{way}>(view, {ids}, ids.count, ids.turn(n, columns, now));"]
+        ),
     }
+
+
+STEPS = "u32 steps, u32 window, u32* done"
+"""The last parameters of a kernel in layer order."""
+
+
+def in_windows(lines: Sequence[str]) -> list[str]:
+    """All steps, `now` of them at a time from step `n` on."""
+    return [
+        "for (u32 n = 0; n < steps; n += window) {",
+        "  const u32 now = pw::fewer(window, steps - n);",
+        *(f"  {line}" for line in lines),
+        "  pw::arrive(done, n, now);",
+        "}",
+    ]
 
 
 # ---- host.cpp ---------------------------------------------------------------------------------
@@ -490,6 +521,14 @@ def _entry(walk: str) -> dict[str, Any]:
     }
 
 
+def steps_read(at: int) -> list[str]:
+    """Lines that take the last parameters of a kernel in layer order."""
+    return [
+        f"const u32 steps = *(const u32*)params[{at}], window = *(const u32*)params[{at + 1}];",
+        f"u32* const done = *(u32**)params[{at + 2}];",
+    ]
+
+
 def _lanes(part: str) -> dict[str, Any]:
     """Plays a kernel; one that counts its steps has one lane after the other go through all of them."""
     lines = [
@@ -499,7 +538,7 @@ def _lanes(part: str) -> dict[str, Any]:
     lines += ["const pw::Few& few = *(const pw::Few*)params[2];"]
     more = ""
     if "_layer_" in part:
-        lines += ["const u32 steps = *(const u32*)params[3];", "u32* const done = *(u32**)params[4];"]
-        more = ", steps, done"
+        lines += steps_read(3)
+        more = ", steps, window, done"
     lines.append(f"pw::each_lane(grid, block, [&] {{ {part}(view, ids, few{more}); }});")
     return {"name": f"lanes_{part}", "lines": lines}

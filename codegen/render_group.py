@@ -90,10 +90,8 @@ def _kernel(part: str, moved: Sequence[Member]) -> dict[str, Any]:
     layered = "_layer_" in part
     way = "WriteBack" if part.startswith("write_back") else "Load"
     lines = [_only(member, f"{_call(part, way, member)};") for member in moved]
-    if layered:
-        lines = ["for (u32 n = 0; n < steps; ++n) {", *(f"  {line}" for line in lines)]
-        lines += ["  pw::arrive(done, n);", "}"]
-    tail = ["pw::Few few", *(["u32 steps", "u32* done"] if layered else [])]
+    lines = render_cpp.in_windows(lines) if layered else lines
+    tail = ["pw::Few few", *(render_cpp.STEPS.split(", ") if layered else [])]
     taken = [
         _only(m, f"PW_PARAM {m.name}::View {m.name}_view, PW_PARAM pw::Ids {m.name}_ids,") for m in moved
     ]
@@ -109,8 +107,8 @@ def _kernel(part: str, moved: Sequence[Member]) -> dict[str, Any]:
 
 def _call(part: str, way: str, member: Member) -> str:
     """One member's moves in a kernel, by page or by token as its ids say."""
-    step = "step_" if "_layer_" in part else ""
-    at = f", {member.name}_ids.steps + n * {member.name}::columns" if step else ""
+    step = "steps_" if "_layer_" in part else ""
+    at = f", {member.name}_ids.turn(n, {member.name}::columns, now)" if step else ""
 
     def move(unit: str, ids: str) -> str:
         name = f"{member.name}::move_{step}{unit}<pw::{way}>"
@@ -139,9 +137,7 @@ def _reads(member: Member) -> list[str]:
 
 def _reads_rest(layered: bool) -> list[str]:
     few = "const pw::Few& few = *(const pw::Few*)params[0];"
-    if not layered:
-        return [few]
-    return [few, "const u32 steps = *(const u32*)params[1];", "u32* const done = *(u32**)params[2];"]
+    return [few, *(render_cpp.steps_read(1) if layered else [])]
 
 
 # ---- group.py ---------------------------------------------------------------------------------

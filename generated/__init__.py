@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
     from .groups.bamba import BambaHostPoolGroup
     from .groups.dsv4 import Dsv4HostPoolGroup
+    from .groups.dsv4_plain import Dsv4PlainHostPoolGroup
     from .groups.dsv32 import Dsv32HostPoolGroup
+    from .groups.dsv32_fp8 import Dsv32Fp8HostPoolGroup
     from .groups.kimi_linear import KimiLinearHostPoolGroup
+    from .groups.mha_indexer import MhaIndexerHostPoolGroup
     from .groups.qwen3_next import Qwen3NextHostPoolGroup
     from .groups.swa_full import SwaFullHostPoolGroup
     from .groups.target_draft import TargetDraftHostPoolGroup
@@ -52,8 +55,11 @@ POOLS: dict[str, str] = {
 GROUPS: dict[str, str] = {
     "bamba": "BambaHostPoolGroup",
     "dsv4": "Dsv4HostPoolGroup",
+    "dsv4_plain": "Dsv4PlainHostPoolGroup",
     "dsv32": "Dsv32HostPoolGroup",
+    "dsv32_fp8": "Dsv32Fp8HostPoolGroup",
     "kimi_linear": "KimiLinearHostPoolGroup",
+    "mha_indexer": "MhaIndexerHostPoolGroup",
     "qwen3_next": "Qwen3NextHostPoolGroup",
     "swa_full": "SwaFullHostPoolGroup",
     "target_draft": "TargetDraftHostPoolGroup",
@@ -67,6 +73,8 @@ __all__ = [
     "DeepSeekV4PagedHostPool",
     "DeepSeekV4StateHostPool",
     "Dsv4HostPoolGroup",
+    "Dsv4PlainHostPoolGroup",
+    "Dsv32Fp8HostPoolGroup",
     "Dsv32HostPoolGroup",
     "GatedDeltaNetPoolHost",
     "KdaStatePoolHost",
@@ -78,6 +86,7 @@ __all__ = [
     "MLAFp8TokenToKVPoolHost",
     "MLATokenToKVPoolHost",
     "MambaPoolHost",
+    "MhaIndexerHostPoolGroup",
     "MiniMaxM3Nvfp4MainKVPoolHost",
     "QSAIndexerPoolHost",
     "Qwen3NextHostPoolGroup",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 TOOLS = {
     "verify": "copy every pool in every layout and compare with an independent oracle",
     "bench": "measure bandwidth over size, beside a plain copy",
+    "tune": "measure the constants by which pools choose their paths",
     "compile": "compile generated sources ahead of time into the cache",
     "doctor": "say what this machine has and what is missing",
 }
@@ -52,7 +53,7 @@ def _run(tool: str, words: list[str], prog: str) -> int:
     args = parser.parse_args(words)
     for variable in env.VARIABLES:
         try:
-            env.get(variable.name)
+            env.text(variable.name)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 1

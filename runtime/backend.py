@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poolwright.runtime import binding, env, jit, testing, toolchain
+from poolwright.runtime import binding, env, jit, testing, toolchain, tuning
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.choice import Availability
+from poolwright.runtime.costs import DEFAULTS, Costs
 from poolwright.runtime.driver import Driver, Kernels
 from poolwright.runtime.driver.host import HostDriver, HostKernels
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
@@ -46,6 +47,7 @@ class Code:
         self._stand_in = testing.driver_in_use() if device.type == "cpu" else None
         self.driver = self._stand_in or driver_for(self.name, device)
         self._at_once = isinstance(self.driver, HostDriver)
+        self.costs = _costs_of(device)
         self.threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
         self.align = 0
         self.compile(16)
@@ -157,6 +159,20 @@ def driver_for(pool: str, device: torch.device) -> Driver:
 
         return cuda_driver(device)
     raise BackendUnavailable(f"{pool} on {device}", "only cpu and cuda have a driver", 'pass device="cpu"')
+
+
+def _costs_of(device: torch.device) -> Costs:
+    """Constants of the cost model; those of an H200 where nothing was measured."""
+    if device.type != "cuda":
+        return DEFAULTS
+    return tuning.load(*identity(device))
+
+
+def identity(device: torch.device) -> tuple[str, str]:
+    """What constants of the cost model are kept by: the GPU, and the CUDA of its driver."""
+    from poolwright.runtime.driver.cuda import driver_version
+
+    return torch.cuda.get_device_name(device), ".".join(map(str, driver_version()))
 
 
 def _arch_of(device: torch.device) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from poolwright.runtime.costs import BACKGROUND_PATIENCE, Costs, Work, predict
+
 PATHS = ("zero_copy", "staged", "host", "torch")
 
 
@@ -18,47 +20,40 @@ class Availability:
     mend: str = ""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is moved: ``write_back`` or ``load``, bytes of one range, ranges, bytes in all."""
+def choose(work: Work, paths: Sequence[Availability], costs: Costs, forced: str = "auto") -> str:
+    """The path to take: the CPU twin where it can run, rows that change by `staged`, else the fastest.
 
-    direction: str
-    range_bytes: int
-    ranges: int
-    total: int
-    layered: bool = False
-    in_place: bool = False
-    whole_pages: bool = True
-
-
-STAGED_RANGE = 128 << 10
-"""From ranges of this size on the copy engine outruns the SMs (docs/benchmarks.md)."""
-
-STAGED_TOTAL = 24 << 20
-"""Below this total a pipeline has no time to fill."""
-
-
-def choose(work: Work, paths: Sequence[Availability], forced: str = "auto") -> str:
-    """The path to take. Raises ValueError when the forced one cannot be taken, naming why."""
+    What runs in the background takes `staged`, which needs no SMs while it waits for the link, unless that is
+    much slower. Raises ValueError when the forced one cannot be taken, naming why.
+    """
     usable = [p.path for p in paths if p.available and (p.path != "staged" or work.whole_pages)]
     if forced != "auto":
-        if forced in usable:
-            return forced
-        report = next((p for p in paths if p.path == forced), None)
-        reason = ""
-        if report and report.available:
-            what = "single layers" if work.layered else "scattered tokens, or pages checked on the device"
-            reason = f"it moves whole pages, and these are {what}"
-        reason = reason or (report.reason if report else f"expected one of {', '.join(PATHS)}")
-        raise ValueError(f"path {forced!r} was asked for and cannot be taken: {reason}")
+        return _forced(forced, usable, paths, work)
     if "host" in usable:
         return "host"
-    if "staged" in usable and not work.layered:
-        if work.in_place and work.direction == "write_back":
-            return "staged"
-        if work.range_bytes >= STAGED_RANGE and work.total >= STAGED_TOTAL:
-            return "staged"
+    if "staged" in usable and not work.layered and _by_copies(work, usable, costs):
+        return "staged"
     for path in PATHS:
         if path in usable:
             return path
     raise ValueError("no path can run: " + "; ".join(f"{p.path}: {p.reason}" for p in paths))
+
+
+def _by_copies(work: Work, usable: Sequence[str], costs: Costs) -> bool:
+    if "zero_copy" not in usable or (work.in_place and work.direction == "write_back"):
+        return True
+    staged, direct = predict("staged", work, costs), predict("zero_copy", work, costs)
+    assert staged is not None and direct is not None
+    return staged < direct * (BACKGROUND_PATIENCE if work.qos == "background" else 1)
+
+
+def _forced(path: str, usable: Sequence[str], paths: Sequence[Availability], work: Work) -> str:
+    if path in usable:
+        return path
+    report = next((p for p in paths if p.path == path), None)
+    reason = ""
+    if report and report.available:
+        what = "single layers" if work.layered else "scattered tokens, or pages checked on the device"
+        reason = f"it moves whole pages, and these are {what}"
+    reason = reason or (report.reason if report else f"expected one of {', '.join(PATHS)}")
+    raise ValueError(f"path {path!r} was asked for and cannot be taken: {reason}")

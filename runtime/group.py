@@ -181,6 +181,7 @@ class HostPoolGroup:
         validate: str = "cheap",
         path: str | Mapping[str, str] | None = None,
         qos: str | None = None,
+        timed: bool = False,
     ) -> Ticket:
         """Copy device pages of several pools to host pages (D2H): (host, device) ids by pool.
 
@@ -188,7 +189,7 @@ class HostPoolGroup:
         same path; a pool that takes another's ids moves with it.
         """
         found = self._moves("write_back", moves, unit, validate, path, qos, False)
-        return self._shared.transfers.submit("write_back", found, self._caller(producer))
+        return self._shared.transfers.submit("write_back", found, self._caller(producer), timed=timed)
 
     def load(
         self,
@@ -201,6 +202,7 @@ class HostPoolGroup:
         validate: str = "cheap",
         path: str | Mapping[str, str] | None = None,
         qos: str | None = None,
+        timed: bool = False,
     ) -> Ticket:
         """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
         pools, each told on its own; `layers`: only these layer ids."""
@@ -208,7 +210,7 @@ class HostPoolGroup:
         numbers = tuple(number for name in named for number in self.pools[name]._numbers)
         steps = self._shared.transfers.ordered(numbers, order, layers)
         found = self._moves("load", moves, unit, validate, path, qos, steps is not None)
-        return self._shared.transfers.submit("load", found, self._caller(readers), steps)
+        return self._shared.transfers.submit("load", found, self._caller(readers), steps, timed)
 
     def _moves(
         self,

@@ -150,7 +150,9 @@ def _arguments(
             raise ValueError(
                 f"{spec.name}: {name}: unknown argument {argument!r}; it takes {', '.join(free) or 'none'}"
             )
-    found = {**({} if layout is None else {"layout": layout}), **(given or {}), **fixed}
+    # A pool without bytes has no host order to choose.
+    common = {} if layout is None or not member.pool.spec.components else {"layout": layout}
+    found = {**common, **(given or {}), **fixed}
     for argument, parameter in taken.items():
         if parameter.default is inspect.Parameter.empty and argument not in found:
             raise ValueError(f"{spec.name}: {name}: argument {argument!r} is missing")

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.moves import Move
 from poolwright.runtime.ticket import Ticket
 
-Submission = tuple[Event, Sequence[Move], object]
-"""One that may still run: the event behind it, what it moves, and what must stay alive until then."""
 
+class Submission(NamedTuple):
+    """A submission that may still run. `keep`: what must stay alive until `event`."""
 
-def _meet(one: Sequence[Move], other: Sequence[Move]) -> bool:
-    """Whether both touch a page, on either side; pages that only the device knows may be any."""
-    for mine in one:
-        for move in other:
-            if mine.member == move.member:
-                if not mine.batch.host_pages.isdisjoint(move.batch.host_pages):
-                    return True
-                here, there = mine.batch.device_pages, move.batch.device_pages
-                if here is None or there is None or not here.isdisjoint(there):
-                    return True
-    return False
+    direction: str
+    event: Event
+    moves: Sequence[Move]
+    keep: object
+
+    def meets(self, moves: Sequence[Move]) -> bool:
+        """Whether both touch a page, on either side; pages that only the device knows may be any."""
+        for mine in self.moves:
+            for move in moves:
+                if mine.member == move.member:
+                    if not mine.batch.host_pages.isdisjoint(move.batch.host_pages):
+                        return True
+                    here, there = mine.batch.device_pages, move.batch.device_pages
+                    if here is None or there is None or not here.isdisjoint(there):
+                        return True
+        return False
 
 
 KEPT = 8
@@ -40,11 +46,8 @@ class Hazards:
         self._tickets: list[Ticket] = []
         self._swept = 32
 
-    def add(
-        self, direction: str, event: Event, moves: Sequence[Move], keep: object, ticket: Ticket | None
-    ) -> None:
-        """Take in a submission; `ticket` None: it failed half-way."""
-        self._running[direction].append((event, moves, keep))
+    def add(self, submission: Submission, ticket: Ticket | None) -> None:
+        self._running[submission.direction].append(submission)
         if ticket is not None:
             self._tickets.append(ticket)
 
@@ -65,15 +68,15 @@ class Hazards:
         running = self._running["load" if direction == "write_back" else "write_back"]
         if running and self._over(running[-1]):
             running.clear()
-        for event, mine, _ in reversed(running):
-            if _meet(mine, moves):
-                return event
+        for entry in reversed(running):
+            if entry.meets(moves):
+                return entry.event
         return None
 
     def _over(self, entry: Submission) -> bool:
         """Whether it has run. One that failed never has: whoever asks its ticket is told."""
         try:
-            return self._driver.done(entry[0])
+            return self._driver.done(entry.event)
         except PoolError:
             return False
 
@@ -88,6 +91,20 @@ class Hazards:
                     return min(busy)
         return None
 
+    def touching(self, name: str, pages: set[int]) -> tuple[list[Submission], list[Ticket]]:
+        """Submissions that may still touch these pages of a pool, and write-backs of them not known to be
+        done."""
+        running = [entry for entries in self._running.values() for entry in entries]
+        tickets = [ticket for ticket in self._tickets if ticket.direction == "write_back"]
+        return (
+            [
+                entry
+                for entry in running
+                if any(m.name == name and not m.batch.host_pages.isdisjoint(pages) for m in entry.moves)
+            ],
+            [t for t in tickets if not t.acknowledged and not pages.isdisjoint(t.moved.get(name, ()))],
+        )
+
     def drain(self) -> None:
         """Block until everything has run; no ticket keeps its pages after that.
 
@@ -95,9 +112,9 @@ class Hazards:
         """
         failed: PoolError | None = None
         for running in self._running.values():
-            for event, _, _ in running:
+            for entry in running:
                 try:
-                    self._driver.synchronize(event)
+                    self._driver.synchronize(entry.event)
                 except PoolError as error:
                     failed = error
             running.clear()

@@ -32,7 +32,7 @@ def move(
 
     `layers`: positions to move by layer list; under None [0] for components without layers, or nothing.
     """
-    pages, tokens = _ids(batch, program.sizes["page_size"])
+    pages, tokens = _ids(batch, program.sizes["page_size"], buffer.device)
     for part in program.device:
         if not program.present(part.ident) or not views[part.ident]:
             continue  # not there, or its layer list is empty
@@ -60,19 +60,32 @@ def move(
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
-def _ids(batch: Batch, page_size: int) -> tuple[Pairs, Pairs | None]:
-    """(host, device) pages, and tokens within them when ids address tokens; skipped ids left out."""
-    host = torch.tensor(batch.host, dtype=torch.int64)
+def _ids(batch: Batch, page_size: int, near: torch.device) -> tuple[Pairs, Pairs | None]:
+    """(host, device) pages, and tokens within them when ids address tokens, beside the buffer `near`.
+
+    Skipped ids are left out of a buffer on the CPU. On a device nothing may wait, and leaving out would:
+    they stand for row 0 there, for who compares and knows which were skipped.
+    """
+    host = _beside(batch.host, near)
     if batch.on_device is None:
-        device = torch.tensor(batch.device, dtype=torch.int64)
+        device = _beside(batch.device, near)
     else:
-        device = batch.on_device.to("cpu", torch.int64)
+        device = batch.on_device.to(near, torch.int64)
         if batch.unit == "tokens":
-            host = (host[:, None] * page_size + torch.arange(page_size)).reshape(-1)
-        host, device = host[device >= 0], device[device >= 0]
+            host = (host[:, None] * page_size + torch.arange(page_size, device=near)).reshape(-1)
+        if near.type == "cpu":
+            host, device = host[device >= 0], device[device >= 0]
+        else:
+            device = device.clamp(min=0)
     if batch.unit == "pages":
         return (host, device), None
     return (host // page_size, device // page_size), (host % page_size, device % page_size)
+
+
+def _beside(ids: Sequence[int], near: torch.device) -> torch.Tensor:
+    """Ids in the memory of `near`, without waiting for what runs there."""
+    made = torch.tensor(ids, dtype=torch.int64)
+    return made if near.type == "cpu" else made.pin_memory().to(near, non_blocking=True)
 
 
 def _layers(host: torch.Tensor, axes: Sequence[str], layers: Sequence[int] | None) -> Sequence[int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from poolwright.runtime.driver import Driver, Kernels, Parameters, Stream
+from poolwright.runtime.driver import Driver, Kernels, Launch, Parameters, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.moves import Member, Place, Steps
@@ -29,7 +29,8 @@ Part = tuple[int, Place, Batch, Steps | None]
 
 
 class _Block:
-    """Parameters of one pool. `most`, `most_layered`: ids that one launch can count, by unit."""
+    """Parameters of one pool. `most`, `most_layered`: ids that one launch can count, `nbytes`,
+    `nbytes_layered`: bytes of an id; all by unit."""
 
     def __init__(self, member: Member, align: int) -> None:
         table = 0 if member.table is None else member.table.address
@@ -41,6 +42,10 @@ class _Block:
         self.place: Place | None = None  # the one in `view`
         self.most, self.most_layered = (
             {unit: member.program.ids_per_launch(unit, layered, align) for unit in ("pages", "tokens")}
+            for layered in (False, True)
+        )
+        self.nbytes, self.nbytes_layered = (
+            {unit: member.program.bytes_per_id(unit, layered) for unit in ("pages", "tokens")}
             for layered in (False, True)
         )
 
@@ -58,13 +63,12 @@ class Launcher:
         ]
         self._few = (ctypes.c_uint32 * FEW)()
         self._numbers = memoryview(self._few).cast("B").cast("I")  # takes an array as one copy of its bytes
-        self._steps, self._done = ctypes.c_uint32(), ctypes.c_uint64()
+        self._steps, self._window, self._done = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.c_uint64()
         blocks = [each for block in inside for each in (block.view, block.ids)]
         self._bulk = Parameters(*blocks, self._few)
-        self._layered = Parameters(*blocks, self._few, self._steps, self._done)
-        self._ready: dict[tuple[str, str, bool, str], Callable[[Stream], None]] = {}
+        self._layered = Parameters(*blocks, self._few, self._steps, self._window, self._done)
+        self._ready: dict[tuple[str, bool, str], Launch] = {}
         self._used: list[_Block] = []
-        self._arrivals = dict(kernels.grid)
 
     def launch(
         self,
@@ -78,7 +82,7 @@ class Launcher:
     ) -> int:
         """Move all ids of all parts; in layer order in so many `steps`, counted from address `done` on.
 
-        Returns how many blocks count each step. `keep` takes what must stay alive until the launch has
+        Returns how far each counter goes. `keep` takes what must stay alive until the launch has
         run, also when it fails.
         """
         layered = parts[0][3] is not None
@@ -87,7 +91,7 @@ class Launcher:
             for block in self._used:
                 ctypes.memset(block.ids, 0, _IDS.size)
             self._used = used
-        few, unit = 0, "pages"
+        few, unit, nbytes = 0, "pages", 0
         for (_, place, batch, order), block in zip(parts, used, strict=True):
             count = len(batch.host)
             here = 0 if order is None else self._steps_of(order, stream, keep)
@@ -103,20 +107,24 @@ class Launcher:
                 raise PoolError(
                     f"{count} {batch.unit} are more than one launch can count; move fewer at once"
                 )
+            nbytes += count * (block.nbytes_layered if layered else block.nbytes)[batch.unit]
             if block.place is not place:
                 block.view[1], block.view[2] = block.place = place
         if layered:
             self._steps.value, self._done.value = steps, done
-        launch = self._ready.get((direction, purpose, layered, unit))
+            self._window.value = window(nbytes, self._kernels.window)
+            nbytes *= steps
+        grid = self._kernels.grid(purpose, nbytes)
+        launch = self._ready.get((direction, layered, unit))
         if launch is None:
-            launch = self._prepare(direction, purpose, layered, unit)
-        launch(stream)
-        return self._arrivals[purpose]
+            launch = self._prepare(direction, layered, unit)
+        launch(stream, grid)
+        return grid * self._kernels.arrivals
 
-    def _prepare(self, direction: str, purpose: str, layered: bool, unit: str) -> Callable[[Stream], None]:
+    def _prepare(self, direction: str, layered: bool, unit: str) -> Launch:
         name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
-        made = self._kernels.prepare(name, purpose, self._layered if layered else self._bulk)
-        self._ready[direction, purpose, layered, unit] = made
+        made = self._kernels.prepare(name, self._layered if layered else self._bulk)
+        self._ready[direction, layered, unit] = made
         return made
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
@@ -146,6 +154,12 @@ class Launcher:
             self._driver.upload(memory.address, steps.numbers, stream)
             steps.memory = memory
         return steps.memory.address
+
+
+def window(step_bytes: int, most: int) -> int:
+    """How many steps of so many bytes a load in layer order moves together: small layers would leave the link
+    idle between them, large ones are told one by one."""
+    return max(1, most // max(step_bytes, 1))
 
 
 def _signed(value: int) -> int:

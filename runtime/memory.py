@@ -9,7 +9,7 @@ import os
 import platform
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +23,12 @@ __all__ = ["HostBuffer", "HostMemoryError", "Registrar", "Units", "available_hos
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
+
+GUARD = 256
+"""Bytes on both sides of a buffer, and behind staging memory, that nobody may write."""
+
+PATTERN = 0xA5
+"""What each of them holds."""
 
 MOST_THREADS = 16
 
@@ -100,6 +106,7 @@ class HostBuffer:
             starts = _chunk_starts(nbytes, chunk_bytes, units)
             if numa_node is not None:
                 self.placement = _prefer(self.address, nbytes, numa_node)
+            _mark(self.guards)
             if registrar is not None or touch:
                 _touch(self.address, nbytes, threads or min(os.cpu_count() or 1, MOST_THREADS))
             chunks = [self.address + start for start in starts]
@@ -120,6 +127,15 @@ class HostBuffer:
         if self._tensor is None:
             raise HostMemoryError("the host buffer was destroyed: make a new one")
         return self._tensor
+
+    @property
+    def guards(self) -> dict[str, torch.Tensor]:
+        """Bytes that must hold `PATTERN`, by where they lie; none when the buffer has no bytes."""
+        start = self.tensor.storage_offset()
+        places = {"before host memory": start - GUARD, "behind host memory": start + self.nbytes}
+        return {
+            where: self.tensor.as_strided((GUARD,), (1,), at) for where, at in places.items() if self.nbytes
+        }
 
     def device_address(self, offset: int = 0) -> int:
         """What the device calls byte `offset`; without a registrar the host address. Raises ValueError."""
@@ -184,9 +200,8 @@ def _last_cut(limit: int, units: Sequence[Units]) -> int:
 
 def _map(nbytes: int, hugepages: bool) -> torch.Tensor:
     alignment = HUGE_PAGE if hugepages else PAGE
-    spare = alignment - PAGE
     try:
-        mapping = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, alignment + nbytes + GUARD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
         available = available_host_bytes()
         raise OutOfMemoryBudget("a host buffer", nbytes, available, "lower the capacity") from None
@@ -197,8 +212,13 @@ def _map(nbytes: int, hugepages: bool) -> torch.Tensor:
             mapping.close()
             raise HostMemoryError(f"the kernel gives no huge pages: {error}: use hugepages=False") from error
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -whole.data_ptr() % alignment
+    start = alignment - whole.data_ptr() % alignment
     return whole[start : start + nbytes]
+
+
+def _mark(guards: Mapping[str, torch.Tensor]) -> None:
+    for guard in guards.values():
+        guard.fill_(PATTERN)
 
 
 def _prefer(address: int, nbytes: int, node: int) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from poolwright.runtime.binding import Binding
+from poolwright.runtime.checks import Checks
 from poolwright.runtime.driver import Memory
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.memory import HostBuffer
@@ -20,12 +21,18 @@ ABSENT = 0xFFFFFFFF
 
 
 class Move(NamedTuple):
-    """One pool's part of a submission: its number among the members, its name, checked ids, their path."""
+    """One pool's part of a submission: its number among the members, its name, checked ids, their path.
+
+    `predicted`: seconds that the cost model expects; None where it knows nothing. `checks`: compare its pages
+    when they have arrived.
+    """
 
     member: int
     name: str
     batch: Batch
     path: str
+    predicted: float | None = None
+    checks: Checks | None = None
 
 
 class Steps:
@@ -58,11 +65,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Staging memory of one pool: equal slots, used in turn, of so many pages each."""
+    """Staging memory of one pool: equal slots, used in turn, of so many pages each.
+
+    `shared`: both directions use the same slots, else each has its own half of them.
+    """
 
     memory: Memory
     slot_pages: int
     slot_bytes: int
+    shared: bool
 
     def slot(self, number: int) -> Place:
         return Place(self.memory.address + number * self.slot_bytes, self.slot_pages)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -20,21 +21,26 @@ from poolwright.runtime import choice, env, indices
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend, Code
 from poolwright.runtime.binding import Binding
-from poolwright.runtime.choice import Availability, Work
+from poolwright.runtime.checks import Checks, behind
+from poolwright.runtime.choice import Availability
+from poolwright.runtime.costs import Work, predict
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.memory import HostBuffer, Units, available_host_bytes
+from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_bytes
 from poolwright.runtime.moves import Member, Move, Ring
+from poolwright.runtime.pages import Pages
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
-from poolwright.runtime.staging import SLOTS
+from poolwright.runtime.staging import slots_of
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers, together
 
 PAGE_ALIGN = 256
 GIB = 1 << 30
+CHOICES_KEPT = 4096
+"""Sizes of transfers whose path is remembered."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +86,14 @@ being_built: ContextVar[Shared | None] = ContextVar("being_built", default=None)
 """Set by a group while it builds its pools: they share what is in it."""
 
 
-class HostPool:
+class HostPool(Pages):
     """Host memory for the pages of one kind of cache, and their transfers.
 
     Ids are index units (tokens, or slots): page p is ids ``p * page_size`` to ``(p + 1) * page_size - 1``.
     Every method may be called from any thread. Raises ValueError for wrong arguments with nothing done.
     """
 
-    spec: ClassVar[PoolSpec]
-    STAGING_BYTES: ClassVar[int] = 64 << 20
-    STAGING_SLOTS: ClassVar[int] = SLOTS
+    STAGING_BYTES: ClassVar[int] = 128 << 20
 
     can_use_write_back_jit: bool
     staging: Memory | None
@@ -131,13 +135,12 @@ class HostPool:
         self._forced = env.text("PATH")
         if env.text("TWIN") == "lanes" and self._forced == "auto" and self.device.type == "cpu":
             self._forced = "zero_copy"  # the kernels, played lane by lane
-        self._choices: dict[tuple[str, int, bool, bool, str], str] = {}
+        self._choices: dict[tuple[object, ...], tuple[str, float | None]] = {}
         shared = being_built.get() or Shared(Code(self.program, self.device, require))
         self._shared, self._transfers = shared, shared.transfers
         self.name = shared.member or self.spec.name
         self._backend = Backend(self.program, self.device, shared.code)
-        whole = self.host_layout(self.page_num)
-        nbytes = whole.nbytes
+        nbytes = self.host_layout(self.page_num).nbytes
         available = available_host_bytes()
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
@@ -147,7 +150,7 @@ class HostPool:
             hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
             numa_node=shared.code.numa_node(),
             registrar=shared.code.registrar(),
-            units=_units(whole, self.page_num),
+            units=[Units(span.start, span.nbytes, self.page_num) for span in self._spans],
             chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
         )
         try:
@@ -164,6 +167,10 @@ class HostPool:
         """Become a member of what moves together; its number there."""
         buffer = self._buffer
         address = buffer.device_address(0) if buffer.nbytes else 0
+        guards = dict(buffer.guards)
+        if self.staging is not None:
+            guards["behind staging memory"] = behind(self.staging)
+        self._checks = Checks(self._shared.code.driver, self.program, self.page_num, address, guards)
         places = (buffer, address, self.page_num, self.lists, self.layers, self._ring())
         return self._transfers.add(Member(self.name, self.program, *places))
 
@@ -221,7 +228,8 @@ class HostPool:
         pages = _capacity(cls.spec, program, capacity_pages, capacity_bytes)
         host = program.host(pages)
         slot = _slot_pages(program, pages, _staging_bound(cls.spec, staging_bytes, capture_bytes))
-        staging = 0 if host.page_bytes == 0 else SLOTS * indices_align(program.host(slot).nbytes)
+        slots = slots_of(cls.spec.updates == "in_place")
+        staging = 0 if host.page_bytes == 0 else slots * indices_align(program.host(slot).nbytes)
         return RequiredBytes(pages, host.nbytes, staging, host.page_bytes, program)
 
     def host_layout(self, pages: int) -> HostLayout:
@@ -261,10 +269,10 @@ class HostPool:
         self._slots.free_pages(self._freeable(ids, after))
         return ids.numel()
 
-    def _freeable(self, ids: torch.Tensor, after: Ticket | None) -> torch.Tensor:
+    def _freeable(self, ids: torch.Tensor, after: Ticket | None) -> list[int]:
         """The pages of `ids`, which may be freed. Raises ValueError."""
         pages = self._own_slots("free").pages_of(ids)
-        busy = self._transfers.in_flight(self._numbers, set(pages.tolist()), after)
+        busy = self._transfers.in_flight(self._numbers, set(pages), after)
         if busy is not None:
             raise ValueError(
                 f"{self.name}: page {busy} is in flight; wait for its ticket, detach() it, "
@@ -337,10 +345,15 @@ class HostPool:
         validate: str = "cheap",
         path: str | None = None,
         qos: str | None = None,
+        timed: bool = False,
     ) -> Ticket:
-        """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows."""
+        """Copy device pages to host pages (D2H). `producer`: the stream that filled the device rows.
+
+        `qos` ``background``: leave the SMs to others; ``urgent``: the submission counts, too. `timed`: the
+        ticket tells its seconds.
+        """
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
-        return self._transfers.submit("write_back", moves, self._caller(producer))
+        return self._transfers.submit("write_back", moves, self._caller(producer), timed=timed)
 
     def load(
         self,
@@ -354,14 +367,16 @@ class HostPool:
         validate: str = "cheap",
         path: str | None = None,
         qos: str | None = None,
+        timed: bool = False,
     ) -> Ticket:
         """Copy host pages to device pages (H2D). `order` ``layer``: first layers first, each told on its own.
 
-        `layers`: only these layer ids. `readers`: the stream that still reads the device rows.
+        `layers`: only these layer ids. `readers`: the stream that still reads the device rows. `qos` and
+        `timed`: as for `write_back`.
         """
         steps = self._transfers.ordered(self._numbers, order, layers)
         moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
-        return self._transfers.submit("load", moves, self._caller(readers), steps)
+        return self._transfers.submit("load", moves, self._caller(readers), steps, timed)
 
     def _moves(
         self,
@@ -380,19 +395,27 @@ class HostPool:
         if self._source is not None:
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
         batch = self._batch(host, device, unit, validate, direction == "write_back")
-        moves = [self._move(direction, batch, path, layered)]
+        full = validate == "full"
+        moves = [self._move(direction, batch, path, layered, qos, full)]
         for pool in self._followers:
             ids = batch
             if not pool._takes(batch, self):
                 ids = pool._batch(host, device, unit, validate, direction == "write_back")
-            moves.append(pool._move(direction, ids, path, layered))
+            moves.append(pool._move(direction, ids, path, layered, qos, full))
         return moves
 
     def _move(
-        self, direction: str, batch: indices.Batch, path: str | Mapping[str, str] | None, layered: bool
+        self,
+        direction: str,
+        batch: indices.Batch,
+        path: str | Mapping[str, str] | None,
+        layered: bool,
+        qos: str | None,
+        full: bool,
     ) -> Move:
         wanted = path if path is None or isinstance(path, str) else path.get(self.name)
-        return Move(self._number, self.name, batch, self._choose(direction, batch, wanted, layered))
+        taken = self._choose(direction, batch, wanted, layered, qos)
+        return Move(self._number, self.name, batch, *taken, self._checks if full and batch.host else None)
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
@@ -410,6 +433,11 @@ class HostPool:
         """Every path: whether it can run here; when not, why, and the command that mends it."""
         return self._shared.code.report()
 
+    def overwritten_guard(self) -> str:
+        """Which of the guard bytes round this pool's memory were written to, in words; empty for none."""
+        self._alive()
+        return self._checks.overwritten()
+
     def destroy(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens.
 
@@ -423,6 +451,7 @@ class HostPool:
     def _forget(self) -> None:
         """Let go of what is given back with the pool."""
         self._bound, self.staging = None, None
+        self._checks.release()
         self.__dict__.pop("kv_buffer", None)
 
     # ---- names that engines know
@@ -470,7 +499,9 @@ class HostPool:
         return _slot_pages(self.program, self.page_num, self.staging_bytes)
 
     def _allocate_staging(self, slot_bytes: int) -> Memory:
-        return self._backend.driver.allocate(SLOTS * indices_align(slot_bytes))
+        nbytes = slots_of(self.spec.updates == "in_place") * indices_align(slot_bytes)
+        memory = self._backend.driver.allocate(nbytes + GUARD)
+        return Memory(memory.address, nbytes, memory.tensor[:nbytes])
 
     def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
         """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None
@@ -483,7 +514,10 @@ class HostPool:
         if self.staging is None:
             return None
         slot = indices_align(self.host_layout(self.staging_pages).nbytes)
-        return Ring(self.staging, self.staging_pages, slot)
+        return Ring(self.staging, self.staging_pages, slot, self.spec.updates == "in_place")
+
+    def _settle(self, pages: set[int], reads: bool) -> None:
+        self._transfers.settle(self.name, pages, reads)
 
     def _alive(self) -> None:
         if self._shared.ended:
@@ -499,13 +533,19 @@ class HostPool:
             raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
         return indices.batch(self._limits, host, device, unit, validate, writes_host)
 
-    def _choose(self, direction: str, batch: indices.Batch, path: str | None, layered: bool) -> str:
+    def _choose(
+        self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
+    ) -> tuple[str, float | None]:
+        """The path, and the seconds that the cost model expects of it."""
         forced = self._forced if path is None else path
         pages_known = batch.on_device is None or batch.bad is None  # else the device skips wrong ones
         whole = not layered and pages_known and (batch.unit == "pages" or batch.on_device is not None)
-        key = (direction, len(batch.host_pages), layered, whole, forced)
+        merged = self._merged(batch) if whole else 1
+        key = (direction, len(batch.host_pages), layered, whole, merged, qos, forced)
         taken = self._choices.get(key)
         if taken is None:
+            if len(self._choices) >= CHOICES_KEPT:
+                self._choices.clear()
             try:
                 taken = self._choices[key] = self._decide(*key)
             except ValueError as error:
@@ -513,27 +553,45 @@ class HostPool:
                 raise ValueError(f"{self.name}: {error}{where}") from None
         return taken
 
-    def _decide(self, direction: str, pages: int, layered: bool, whole: bool, forced: str) -> str:
-        ranges = pages * max(1, self._backend.range_count)
-        total = pages * self.page_bytes
+    def _merged(self, batch: indices.Batch) -> int:
+        """How many host pages follow each other on average, as a power of two; 1 where it does not matter."""
+        host, costs = batch.host, self._shared.code.costs
+        small = self._backend.range_count * costs.load.copy * costs.load.link_rate
+        if self.page_bytes >= small or not host:
+            return 1
+        ordered = sorted(host)
+        runs = 1 + sum(b - a != 1 for a, b in pairwise(ordered))
+        return 1 << (len(ordered) // runs).bit_length() - 1
+
+    def _decide(
+        self,
+        direction: str,
+        pages: int,
+        layered: bool,
+        whole: bool,
+        merged: int,
+        qos: str | None,
+        forced: str,
+    ) -> tuple[str, float | None]:
+        ranges = max(1, self._backend.range_count)
         work = Work(
             direction=direction,
-            range_bytes=total // max(1, ranges),
-            ranges=ranges,
-            total=total,
+            range_bytes=self.page_bytes // ranges,
+            ranges=pages * ranges,
+            total=pages * self.page_bytes,
             layered=layered,
             in_place=self.spec.updates == "in_place",
             whole_pages=whole,
+            merged=merged,
+            slot_bytes=self.staging_pages * self.page_bytes,
+            qos=qos,
         )
-        return choice.choose(work, self.path_report(), forced)
+        costs = self._shared.code.costs
+        path = choice.choose(work, self.path_report(), costs, forced)
+        return path, predict(path, work, costs)
 
     def _caller(self, stream: Stream) -> Stream:
         return self._backend.driver.current_stream() if stream is None else stream
-
-
-def _units(host: HostLayout, pages: int) -> list[Units]:
-    """What the copy engine moves at once: no registration may end inside one."""
-    return [Units(start, r.nbytes, pages) for r in host.ranges if r.nbytes for start in r.starts]
 
 
 def indices_align(nbytes: int) -> int:
@@ -553,7 +611,7 @@ def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None
 def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int) -> int:
     """Pages of one slot: all slots together stay within the bound, but one page always fits."""
     page = max(program.host(1).nbytes, 1)
-    return max(1, min(pages, staging_bytes // SLOTS // page))
+    return max(1, min(pages, staging_bytes // slots_of(program.spec.updates == "in_place") // page))
 
 
 def _layers_of(program: SizedProgram, lists: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -138,6 +138,11 @@ class SizedProgram:
                 most = min(most, MAX_LANES_WORK // (walk.runs * walk.atom // walk.vector(align)))
         return most
 
+    def bytes_per_id(self, unit: str, layered: bool) -> int:
+        """Bytes of one page or token; in layer order those of one step that has every layer list."""
+        name = f"layer_{unit}" if layered else unit
+        return sum(walk.runs * walk.atom for walk in self.walks if walk.name == name)
+
 
 @dataclass(frozen=True)
 class GroupProgram:

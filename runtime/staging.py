@@ -13,24 +13,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from poolwright.runtime.costs import Costs
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
+from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.moves import Member, Move, Ring
+from poolwright.runtime.pages import spans
 
 SLOTS = 2
-SMALLEST_CHUNK = 2 << 20
-CHUNKS = 8
-"""A transfer is cut into about so many chunks: enough to overlap both stages, few enough to submit."""
+"""Slots that a direction uses in turn: one is filled while the other is emptied."""
 
 
-@dataclass(frozen=True)
-class _Span:
-    """One range of a page, on the host and in a slot: where page 0 starts, bytes of a page."""
-
-    host: int
-    slot: int
-    nbytes: int
+def slots_of(in_place: bool) -> int:
+    """Slots of a pool: two for each direction, so that one does not wait for the other. Where rows change,
+    both share two: all of the memory is to hold what waits to be captured."""
+    return SLOTS if in_place else 2 * SLOTS
 
 
 class _Stage:
@@ -42,26 +40,16 @@ class _Stage:
     def __init__(self, member: Member, ring: Ring) -> None:
         self.member, self.ring, self.borders = member, ring, member.buffer.borders
         self.page_bytes = max(member.layout.page_bytes, 1)
-        self.slots = [ring.slot(number) for number in range(SLOTS)]
-        inside = member.program.host(ring.slot_pages)
-        self.spans = tuple(
-            _Span(member.place.address + here, there, outer.nbytes)
-            for outer, inner in zip(member.layout.ranges, inside.ranges, strict=True)
-            if outer.nbytes and (outer.ident is None or member.program.present(outer.ident))
-            for here, there in zip(outer.starts, inner.starts, strict=True)
-        )
+        self.slots = [ring.slot(number) for number in range(SLOTS if ring.shared else 2 * SLOTS)]
+        inside = spans(member.program, ring.slot_pages)
+        self.spans = tuple(zip(spans(member.program, member.place.pages), inside, strict=True))
 
-    def chunks(self, batch: Batch, capture: bool) -> Iterator[tuple[list[int], Batch]]:
-        """Parts of a batch that fit a slot: host pages, and the ids with positions in the slot for them.
-
-        They come in the order of their host pages, so that runs merge. Rows that wait to be captured fill
-        whole slots: the ring takes in all that it can hold at once.
-        """
+    def chunks(self, batch: Batch, wanted: int) -> Iterator[tuple[list[int], Batch]]:
+        """About `wanted` parts of a batch that fit a slot: host pages, and the ids with positions in the slot
+        for them. They come in the order of their host pages, so that runs merge."""
         host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
-        count, size = len(host), self.ring.slot_pages
-        if not capture:
-            wanted = max(SMALLEST_CHUNK, count * self.page_bytes // CHUNKS) // self.page_bytes
-            size = max(1, min(size, wanted))
+        count = len(host)
+        size = chunk_pages(count, wanted, self.ring.slot_pages)
         if on_device is None and (ordered := sorted(host)) != host:
             places = sorted(range(count), key=host.__getitem__)
             host, device = ordered, array("I", [device[place] for place in places])
@@ -75,8 +63,9 @@ class _Stage:
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
         """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
         runs = _runs(pages)
-        for span in self.spans:
-            size, start, inside = span.nbytes, span.host, base + span.slot
+        for outer, inner in self.spans:
+            size, start = outer.nbytes, self.member.place.address + outer.start
+            inside = base + inner.start
             host = [start + first * size for first, _, _ in runs]
             slot = [inside + at * size for _, at, _ in runs]
             sizes = [count * size for _, _, count in runs]
@@ -105,17 +94,19 @@ class Staging:
     because they are more than it holds.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, costs: Costs) -> None:
+        self._driver, self._costs = driver, costs
         self._stages: dict[int, _Stage] = {}
-        self._free: list[Event | None] = [None] * SLOTS  # after which a slot may be used again
-        self._turn = 0
+        self._free: list[Event | None] = [None] * 2 * SLOTS  # after which a slot may be used again
+        self._turns = {"write_back": 0, "load": SLOTS}
+        self._shared = False
         self.delayed = 0
 
     def add(self, number: int, member: Member) -> None:
         """Take in a member that has staging memory."""
         assert member.ring is not None
         self._stages[number] = _Stage(member, member.ring)
+        self._shared = self._shared or member.ring.shared  # slots of all pools are used in step
 
     def clear(self, stream: Stream) -> None:
         """Fill all slots with zeros: padding between components is never written, and what lay there before
@@ -123,6 +114,7 @@ class Staging:
         for stage in self._stages.values():
             memory = stage.ring.memory
             self._driver.fill(memory.address, 0, memory.nbytes // 4, stream)
+            self._driver.fill(memory.address + memory.nbytes, PATTERN * 0x01010101, GUARD // 4, stream)
 
     def write_back(
         self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
@@ -133,7 +125,7 @@ class Staging:
         self.delayed = sum(
             max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
         )
-        for chunk in self._chunks(moves, capturing=True):
+        for chunk in self._chunks(moves, "write_back"):
             slot = chunk.slot_number
             free = self._free[slot]
             if free is not None:
@@ -151,7 +143,7 @@ class Staging:
         """Copy in `copies`, scatter in `stream`."""
         driver = self._driver
         driver.wait(copies, driver.record(stream))
-        for chunk in self._chunks(moves, capturing=False):
+        for chunk in self._chunks(moves, "load"):
             slot = chunk.slot_number
             free = self._free[slot]
             if free is not None:
@@ -161,19 +153,31 @@ class Staging:
             launcher.launch("load", "scatter", chunk.parts, stream, keep)
             self._free[slot] = driver.record(stream)
 
+    def _next_slot(self, direction: str) -> int:
+        way = "write_back" if self._shared else direction
+        slot = self._turns[way]
+        self._turns[way] = slot + 1 if (slot + 1) % SLOTS else slot + 1 - SLOTS
+        return slot
+
     def hold(self, event: Event) -> None:
         """Use no slot before `event`, which is behind everything submitted so far."""
-        self._free[:] = [event] * SLOTS
+        self._free[:] = [event] * 2 * SLOTS
 
-    def _chunks(self, moves: Sequence[Move], capturing: bool) -> Iterator[_Chunk]:
-        """What goes through each slot in turn: the next part of every move that has one left."""
+    def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[_Chunk]:
+        """What goes through each slot in turn: the next part of every move that has one left.
+
+        Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
+        """
         stages = [self._stages[move.member] for move in moves]
+        pairs = list(zip(stages, moves, strict=True))
+        nbytes = sum(stage.page_bytes * len(move.batch.host) for stage, move in pairs)
+        wanted = self._costs.of(direction).chunks(nbytes)
         lists = [
-            stage.chunks(move.batch, capturing and stage.member.in_place)
-            for stage, move in zip(stages, moves, strict=True)
+            stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)
+            for stage, move in pairs
         ]
         for turn in zip_longest(*lists):
-            slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+            slot = self._next_slot(direction)
             chunk = _Chunk(slot)
             for stage, move, part in zip(stages, moves, turn, strict=True):
                 if part is not None:
@@ -181,6 +185,11 @@ class Staging:
                     chunk.parts.append((move.member, place, part[1], None))
                     stage.copies(chunk, part[0], place.address)
             yield chunk
+
+
+def chunk_pages(pages: int, chunks: int, slot_pages: int) -> int:
+    """Pages of each chunk when so many are cut into about so many chunks that fit a slot."""
+    return max(1, min(slot_pages, -(-pages // chunks)))
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -45,12 +45,14 @@ class Ticket:
     A page stays in flight until the caller has waited for the ticket or `done()` has told him True:
     what the pool hands out never depends on timing. `moved`: host pages by pool; `paths`: the path of each.
     `delayed`: pages of a write-back whose rows were read only after others had left the staging memory;
-    `captured` is that much later.
+    `captured` is that much later. `predicted`: seconds by the cost model on a device that does nothing else,
+    all pools together; None where it knows nothing of a path. `verdict` is asked once all is done: what is
+    wrong all the same.
     """
 
     __slots__ = (
-        *("_acknowledged", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
-        *("delayed", "direction", "error", "pool"),
+        *("_acknowledged", "_began", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
+        *("_verdict", "delayed", "direction", "error", "pool"),
     )
 
     def __init__(
@@ -64,11 +66,14 @@ class Ticket:
         marks: LayerMarks | None,
         order: Order | None,
         delayed: int,
+        verdict: Callable[[], TransferError | None] | None,
+        began: Event = None,
     ) -> None:
         self.pool, self.direction, self.delayed = pool, direction, delayed
         self.error: TransferError | None = None
-        self._driver, self._event, self._captured = driver, event, captured
+        self._driver, self._event, self._captured, self._began = driver, event, captured, began
         self._moves, self._marks, self._order = moves, marks, order
+        self._verdict = verdict
         self._lock = threading.Lock()
         self._acknowledged = False
 
@@ -91,6 +96,20 @@ class Ticket:
     def path(self) -> str:
         """The path, or those of several pools joined by a plus sign."""
         return "+".join(dict.fromkeys(move.path for move in self._moves))
+
+    @property
+    def predicted(self) -> float | None:
+        """Seconds by the cost model; None where it knows nothing."""
+        known = [move.predicted for move in self._moves if move.predicted is not None]
+        return sum(known) if len(known) == len(self._moves) else None
+
+    def seconds(self) -> float:
+        """Seconds from when it could begin to its last byte; blocks until then. Raises TransferError, and
+        ValueError unless it was submitted with ``timed=True``."""
+        if self._began is None:
+            raise ValueError(f"this {self.direction} was not timed: submit it with timed=True")
+        self.wait()
+        return self._driver.elapsed(self._began, self._event)
 
     @property
     def captured(self) -> Mark:
@@ -174,16 +193,9 @@ class Ticket:
 
     def _acknowledge(self) -> None:
         with self._lock:
-            if not self._acknowledged and self.error is None:
-                skipped = [
-                    move._replace(batch=move.batch._replace(host_pages=set(bad)))
-                    for move in self._moves
-                    if move.batch.bad is not None and (bad := move.batch.bad())
-                ]
-                if skipped:
-                    cause = "their device ids are out of range or not whole pages"
-                    self.error = failure(self.pool, self.direction, skipped, cause)
-            self._acknowledged = True
+            if self.error is None and self._verdict is not None:  # also of a ticket that was given up
+                self.error = self._verdict()
+            self._acknowledged, self._verdict = True, None
 
     def _check(self) -> None:
         if self.error is not None:

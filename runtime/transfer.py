@@ -12,15 +12,17 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
+from poolwright.runtime.checks import Verdict
 from poolwright.runtime.driver import Event, Memory, Stream
-from poolwright.runtime.errors import PoolError
-from poolwright.runtime.hazards import Hazards
+from poolwright.runtime.errors import PoolError, TransferError
+from poolwright.runtime.hazards import Hazards, Submission
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Order, Steps
 from poolwright.runtime.program import view
@@ -48,7 +50,7 @@ class Transfers:
         self._out, self._in, self._side = driver.stream(), driver.stream(), driver.stream()
         self._bound: tuple[object, ...] = ()
         self._launcher: Launcher | None = None
-        self._staging = Staging(driver)
+        self._staging = Staging(driver, code.costs)
         self._hazards = Hazards(driver)
         self._lost: list[object] = []
         self._counters: Memory | None = None
@@ -88,6 +90,22 @@ class Transfers:
         """A page of these members whose transfer the caller does not know to be done, or None."""
         with self._lock:
             return self._hazards.in_flight([self.members[n].name for n in numbers], pages, after)
+
+    def settle(self, name: str, pages: set[int], reads: bool) -> None:
+        """Block until nothing submitted touches these host pages of a pool.
+
+        Tickets of write-backs count as waited for. `reads`: raises TransferError when one failed.
+        """
+        with self._lock:
+            running, tickets = self._hazards.touching(name, pages)
+        for entry in running:
+            try:
+                self._driver.synchronize(entry.event)
+            except PoolError as error:
+                if reads and entry.direction == "write_back":
+                    raise failure(self.name, entry.direction, entry.moves, str(error)) from error
+        for ticket in tickets:
+            ticket.wait() if reads else ticket.settle()
 
     def drain(self) -> None:
         """Block until everything submitted has run. Raises PoolError when something failed, after all."""
@@ -165,7 +183,12 @@ class Transfers:
     # ---- submission
 
     def submit(
-        self, direction: str, moves: Sequence[Move], other: Stream, order: Order | None = None
+        self,
+        direction: str,
+        moves: Sequence[Move],
+        other: Stream,
+        order: Order | None = None,
+        timed: bool = False,
     ) -> Ticket:
         """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows.
 
@@ -186,17 +209,35 @@ class Transfers:
                 before = self._hazards.before(direction, moves)
                 if before is not None:
                     driver.wait(stream, before)
+                began = driver.record(stream, timed=True) if timed else None
                 captured, marks = self._run(direction, moves, stream, order, keep)
-                event = driver.record(stream)
+                verdict = None
+                if any(move.checks is not None for move in moves):
+                    captured = marks = None  # see Note [Comparing in order]
+                    verdict = self._compare(direction, moves, stream, order, keep)
+                event = driver.record(stream, timed=timed)
             except PoolError as error:
                 self._abandon(direction, moves, stream, other, keep)
                 raise failure(self.name, direction, moves, str(error)) from error
             ticket = Ticket(
                 *(driver, self.name, direction, moves, event, event if captured is None else captured),
-                *(marks, order, self._staging.delayed),
+                *(marks, order, self._staging.delayed, verdict, began),
             )
-            self._hazards.add(direction, event, moves, keep, ticket)
+            self._hazards.add(Submission(direction, event, moves, keep), ticket)
             return ticket
+
+    def _compare(
+        self, direction: str, moves: Sequence[Move], stream: Stream, order: Order | None, keep: list[object]
+    ) -> Callable[[], TransferError | None]:
+        """Queue the comparison of all pages that moved; what is asked when it is done."""
+        asked = []
+        for move in moves:
+            member = self.members[move.member]
+            if move.checks is not None and member.binding is not None and not member.empty:
+                steps = None if order is None else member.positions(order.steps[move.member].numbers)
+                given = (move.batch, steps, member.binding.views, stream, keep)
+                asked.append((move, move.checks.compare(*given)))
+        return partial(_wrong, self.name, direction, asked)
 
     def _abandon(
         self, direction: str, moves: Sequence[Move], stream: Stream, other: Stream, keep: list[object]
@@ -209,7 +250,7 @@ class Transfers:
             event = self._driver.record(stream)
             self._driver.wait(other, event)
             self._staging.hold(event)
-            self._hazards.add(direction, event, moves, keep, None)
+            self._hazards.add(Submission(direction, event, moves, keep), None)
         except PoolError:
             self._lost.append(keep)  # the device answers nothing any more: never reuse what it may touch
 
@@ -233,7 +274,7 @@ class Transfers:
         direct: list[Part] = []
         staged: list[Move] = []
         for move in moves if order is None or order.layers else ():
-            number, _, batch, path = move
+            number, batch, path = move.member, move.batch, move.path
             member = self.members[number]
             if member.empty or not batch.host:
                 continue
@@ -319,6 +360,16 @@ class Transfers:
                 *(member.program, member.layout, member.tensor, member.binding.views),
                 *(direction, move.batch, positions),
             )
+
+
+def _wrong(pool: str, direction: str, asked: Sequence[tuple[Move, Verdict]]) -> TransferError | None:
+    """What comparisons found: the first cause, and all pages that it concerns."""
+    found = [(move, finding) for move, verdict in asked if (finding := verdict()) is not None]
+    if not found:
+        return None
+    cause = found[0][1][0]
+    pages = {move.name: sorted(wrong) for move, (said, wrong) in found if said == cause}
+    return TransferError(pool, direction, pages, cause)
 
 
 def together(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -250,8 +250,9 @@ class Arena:
         layers = transfer.layers or ()
         done, number = (ctypes.c_uint32 * len(layers))(), ctypes.c_uint32(len(layers))
         where = ctypes.c_uint64(ctypes.addressof(done))
+        window = ctypes.c_uint32(self.chance.integer(1, len(layers) + 1))  # steps that move together
         if layers:
-            params += [ctypes.addressof(number), ctypes.addressof(where)]
+            params += [ctypes.addressof(number), ctypes.addressof(window), ctypes.addressof(where)]
         block = (ctypes.c_void_p * len(params))(*params)
         name = "_".join(
             ["lanes", "load" if transfer.load else "write_back", *(["layer"] if layers else []), unit]

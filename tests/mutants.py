@@ -111,9 +111,12 @@ def _namespaces(text: str) -> list[tuple[str, int, int]]:
     return found
 
 
+SWITCHED = ((1, -1), "switched")
+
 _SOURCE_SITES = (
     # what, pattern (group 1 is the number), by how much, how
-    ("constant", r"const(?:expr)? u(?:32|64) (?:\w+ = [^,;]+, )?\w+ = ([^;]+?)(?=;)", (1, -1), "switched"),
+    ("constant", r"const(?:expr)? u(?:32|64) (?:\w+ = [^,;]+, )?(?!columns)\w+ = ([^;]+?)(?=;)", *SWITCHED),
+    ("constant", r"constexpr u32 columns = (\d+);", (1, -1), "text"),
     ("constant", r"const(?:expr)? u(?:32|64) \w+ = ([^,;]+?)(?=, \w+ = )", (1, -1), "switched"),
     ("start", r"for \(u(?:32|64) \w+ = ([^;]+);", (1,), "switched"),
     ("bound", r"for \([^;]+; \w+ < ([^;]+);", (1, -1), "switched"),

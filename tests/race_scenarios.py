@@ -376,6 +376,17 @@ def layers_in_turn(choose: Choose) -> None:
     finish(made)
 
 
+def timed_from_its_start(choose: Choose) -> None:
+    """The time that a ticket tells begins when what it waited for is done."""
+    made = world(CONFIGS[0], choose)
+    before = 40
+    for n in range(before):
+        made.driver.compute(made.driver.caller, f"earlier work {n}", lambda: None)
+    ids = torch.tensor([0]), torch.tensor([1])
+    ticket = made.pool.write_back(*ids, "page", path="zero_copy", timed=True)
+    assert 1 <= ticket.seconds() < before
+
+
 def layers_on_the_cpu(choose: Choose) -> None:
     """F066: the CPU is told of a layer when it is there."""
     made = world(MHA, choose)
@@ -661,6 +672,32 @@ def failed_half_way(choose: Choose) -> None:
                 finish(made, ticket)
 
 
+def failed_half_way_in_shared_slots(choose: Choose) -> None:
+    """The same for states, where both directions use the same slots of staging memory."""
+    for stores in (True, False):
+        for call in SUBMITTING:
+            for skip in range(6):
+                made = world(KDA, choose)
+                store(made, [0, 1, 2, 3], [1, 2, 3, 4], "staged").wait()
+                made.driver.fail(call, skip)
+                move = made.pool.write_back if stores else made.pool.load
+                device = torch.tensor([2, 3, 4] if stores else [5, 6, 7])
+                try:
+                    move(torch.tensor([0, 1, 2]), device, "page", path="staged")
+                    break
+                except TransferError:
+                    made.driver.heal()
+                elsewhere = made.driver.new_stream("elsewhere")
+                for _ in range(2):  # each slot once
+                    if stores:
+                        load(made, [3], [1], "staged", readers=elsewhere)
+                    else:
+                        store(made, [4], [1], "staged", producer=elsewhere)
+                produce(made, 2, 3, 4)
+                store(made, [0, 1, 2], [2, 3, 4], "staged")
+                finish(made, load(made, [0, 1, 2], [5, 6, 7], "staged"))
+
+
 def device_lost(choose: Choose) -> None:
     """When the device answers nothing any more, what was submitted keeps what it may still touch."""
     for stores, path, how in MOVES:
@@ -732,15 +769,58 @@ def failed_on_the_device(choose: Choose) -> None:
             break
 
 
+# ---- pages as bytes
+
+
+def pages_read_and_filled(choose: Choose) -> None:
+    """A page is handed out when its write-back has run, and filled when the loads that read it have."""
+    made = world(MLA, choose)
+    produce(made, 1, 2, 3)
+    store(made, [0, 1, 2], [1, 2, 3]).detach()
+    made.pool.get_data_page(made.page_size)
+    made.compare_host([1])
+    store(made, [3], [2], "staged")
+    made.pool.page_objects(3)
+    made.compare_host([3])
+    load(made, [0, 1], [4, 5], "staged")
+    load(made, [0], [6], order="layer")
+    made.pool.set_from_flat_data_page(0, made.pool.get_dummy_flat_data_page())
+    for at, width, *_ in made.host_rows(0):
+        made.driver.cpu("filling of host page 0", at, width, writes=True)
+    for layer in made.host:
+        layer[: made.page_size] = [None] * made.page_size
+    finish(made)
+
+
+def compared(choose: Choose) -> None:
+    """`validate="full"` compares what the transfer left, whatever is written as soon as it may be."""
+    made = world(MLA, choose)
+    produce(made, 1, 2, 3)
+    one = store(made, [0, 1, 2], [1, 2, 3], validate="full")
+    one.captured.wait(made.driver.caller)
+    produce(made, 1, 2, 3)
+    two = store(made, [0, 1, 2], [2, 3, 1], "staged", validate="full")
+    three = load(made, [2, 1], [6, 7], order="layer", validate="full")
+    three.wait_layer(made.config.layers[0], made.driver.caller)
+    produce(made, 6, 7)
+    made.driver.fail("launch", skip=1)  # the transfer is submitted, its comparison is not
+    with pytest.raises(TransferError):
+        made.pool.write_back(torch.tensor([4]), torch.tensor([0]), "page", path="zero_copy", validate="full")
+    finish(made, one, two, three)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     *(references_dropped, tensors_replaced, pool_destroyed, pool_dropped, orders_forgotten),
     *(late_layer_wait, bound_at_once),
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
-    *(layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
     *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_layers, group_and_pool, group_dropped),
+    *(pages_read_and_filled, compared),
 )
 
-FAILURES: tuple[Scenario, ...] = (device_lost, failed_on_the_device, failed_half_way)
+FAILURES: tuple[Scenario, ...] = (
+    *(device_lost, failed_on_the_device, failed_half_way, failed_half_way_in_shared_slots),
+)
 """Scenarios that fail at every call in turn: a hundred lives each."""

@@ -15,11 +15,13 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACTS = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+SUITES = ("tests/test_gpu.py", "tests/test_gpu_pages.py")
+CONTRACTS = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *SUITES]
 SMALL = "back_to_back or producer_stream or page_ids or layers_arrive or captured"
 
 
@@ -30,7 +32,6 @@ class Row:
     name: str
     command: list[str]
     needs: str | None = None
-    path: str | None = None
 
 
 def rows(pools: list[str], sanitize: bool) -> list[Row]:
@@ -42,7 +43,8 @@ def rows(pools: list[str], sanitize: bool) -> list[Row]:
         found.append(Row(f"verify {pool}, every path forced", command))
     demo = [python, "-m", "poolwright.runtime.integrations.demo", "--device", "cuda"]
     for path in ("zero_copy", "staged", "torch"):
-        found.append(Row(f"models, {path}", demo, "transformers", path))
+        found.append(Row(f"models, {path}", [*demo, "--path", path], "transformers"))
+    found.append(Row("models, paths chosen", demo, "transformers"))
     for tool in ("memcheck", "initcheck") if sanitize else ():
         checker = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
         small = [python, *CONTRACTS, "-k", SMALL]
@@ -61,8 +63,6 @@ def run(row: Row) -> tuple[str, float]:
     if missing(row.needs):
         return f"not run: no {row.needs}", 0.0
     settings = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    if row.path is not None:
-        settings["POOLWRIGHT_PATH"] = row.path
     begin = time.perf_counter()
     done = subprocess.run(row.command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
     took = time.perf_counter() - begin
@@ -76,16 +76,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="everything that only a GPU can show")
     parser.add_argument("--pools", nargs="*", help="pools and groups; default: all generated ones")
     parser.add_argument("--no-sanitizer", action="store_true")
+    parser.add_argument("--jobs", type=int, default=max(1, min((os.cpu_count() or 1) // 2, 6)), metavar="N")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / ".src"))
     from poolwright.generated import GROUPS, POOLS
 
     failed = False
     print("| part | seconds | result |\n|---|---|---|", flush=True)
-    for row in rows(options.pools or [*POOLS, *GROUPS], not options.no_sanitizer):
-        result, took = run(row)
-        failed |= result.startswith("FAILED")
-        print(f"| {row.name} | {took:.0f} | {result[:110]} |", flush=True)
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(options.jobs) as jobs:  # most of the time is compiling, on one core each
+        wanted = rows(options.pools or [*POOLS, *GROUPS], not options.no_sanitizer)
+        for row, (result, took) in zip(wanted, jobs.map(run, wanted), strict=True):
+            failed |= result.startswith("FAILED")
+            print(f"| {row.name} | {took:.0f} | {result[:110]} |", flush=True)
+    print(f"{len(wanted)} parts in {time.perf_counter() - begin:.0f} s, {options.jobs} at a time")
     return int(failed)
 
 

@@ -25,6 +25,7 @@ from poolwright.runtime.driver import Kernels
 from poolwright.runtime.driver.simulated import SimulatedDriver, SimulatedStream, runs_of
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.program import GroupProgram, SizedProgram
+from poolwright.runtime.staging import slots_of
 from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools.samples import takes_page_size
 
@@ -376,7 +377,8 @@ def world(config: Config, choose: Callable[[int], int], slot_pages: int = 1) -> 
     sizes |= {"page_size": config.page_size} if takes_page_size(config.kind) else {}
     sizes |= {"layout": config.layout, "capacity_pages": HOST_PAGES}
     with use_driver(driver):
-        pool = config.kind(**sizes, staging_bytes=2 * slot_pages * config.page_bytes)
+        slots = slots_of(config.kind.spec.updates == "in_place")
+        pool = config.kind(**sizes, staging_bytes=slots * slot_pages * config.page_bytes)
     made = _world(config, driver, pool)
     made.bind()
     return made
@@ -408,12 +410,13 @@ def group_world(config: GroupConfig, choose: Callable[[int], int], slot_pages: i
     size = max(one.page_size for one in config.members.values())
     own = [name for name in config.members if name not in config.follows]
     need = sum(one.page_bytes for one in config.members.values())
+    slots = slots_of(any(one.kind.spec.updates == "in_place" for one in config.members.values()))
     with use_driver(driver):
         group = config.kind(
             **given,
             page_size=size,
             capacity_pages=dict.fromkeys(own, HOST_PAGES),
-            staging_bytes=2 * slot_pages * need,
+            staging_bytes=slots * slot_pages * need,
         )
     worlds = {name: _world(one, driver, group.pools[name]) for name, one in config.members.items()}
     made = GroupWorld(config, driver, group, worlds)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from poolwright.runtime import jit
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 MB = 1_000_000
 
@@ -92,8 +94,8 @@ def test_a_spread_excuses_as_much_as_it_is() -> None:
 def test_the_first_layer_has_its_share_of_the_whole_and_20_us() -> None:
     targets = module("targets")
     one = cell("load_layers", 4096, MB)
-    for first, count in ((0.1 + 19e-6, 0), (0.1 + 21e-6, 1)):
-        figures = {**one.figures, "chosen": targets.Figure(1.0, 0.0, 0.0, first)}
+    for whole, first, count in ((1.0, 0.1 + 19e-6, 0), (1.0, 0.1 + 21e-6, 1), (2.0, 0.2 + 19e-6, 0)):
+        figures = {**one.figures, "chosen": targets.Figure(whole, 0.0, 0.0, first)}
         found = list(targets.misses([targets.Cell(**{**vars(one), "figures": figures})]))
         assert [miss.what for miss in found] == ["first layer"] * count
 
@@ -111,6 +113,7 @@ def test_only_what_ran_side_by_side_is_counted() -> None:
 
 def options(**more: Any) -> argparse.Namespace:
     given = dict(device="cpu", budget_s=1e9, repeats=3, limit_mb=1, order=["scattered"], only=None)
+    given |= dict(pages=(1, 2), torch=True)
     return argparse.Namespace(**{**given, **more})
 
 
@@ -119,7 +122,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The grid over two small pools of one or two pages."""
     shapes, grid = module("shapes"), module("grid")
     monkeypatch.setattr(grid, "SHAPES", (shapes.mla("MLA", 2, 32, 4), shapes.mha(2, 256, 1)))
-    monkeypatch.setattr(grid, "PAGES", (1, 2))
     return grid
 
 
@@ -242,3 +244,8 @@ def test_the_peer_moves_the_bytes_that_we_move(kind: str, monkeypatch: pytest.Mo
     assert peers[0].write_backs == (("mamba",) if kind == "states" else ("staged",))
     assert peers[0].loads == (("mamba",) if kind == "states" else ("register", "tma"))
     rig.close()
+
+
+def test_the_clocks_of_a_first_layer_compile() -> None:
+    (cubin,) = jit.cubins(jit.Unit("first_layer", FOLDER / "first_layer.cu"), "sm_90")
+    assert all(name in cubin for name in (b"stamp", b"watch", b"spin"))

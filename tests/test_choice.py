@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from poolwright.runtime.choice import Availability, Work, choose
+from poolwright.runtime.choice import Availability, choose
+from poolwright.runtime.costs import DEFAULTS, Work
 
 MIB = 1 << 20
 CUDA = ("zero_copy", "staged", "torch")
@@ -18,7 +21,7 @@ def report(*usable: str) -> list[Availability]:
     ]
 
 
-def work(range_bytes: int, total: int, direction: str = "write_back", **more: bool) -> Work:
+def work(range_bytes: int, total: int, direction: str = "write_back", **more: Any) -> Work:
     return Work(direction, range_bytes, max(1, total // range_bytes), total, **more)
 
 
@@ -28,10 +31,19 @@ def work(range_bytes: int, total: int, direction: str = "write_back", **more: bo
         (work(4 * MIB, 256 * MIB), CUDA, "staged"),
         (work(4 * MIB, 256 * MIB, "load"), CUDA, "staged"),
         (work(128 << 10, 24 * MIB), CUDA, "staged"),
-        (work((128 << 10) - 1, 24 * MIB), CUDA, "zero_copy"),
-        (work(128 << 10, 24 * MIB - 1), CUDA, "zero_copy"),
+        (work(64 << 10, 134 * MIB), CUDA, "staged"),
+        (work(64 << 10, 134 * MIB, "load"), CUDA, "staged"),
+        (work(20 << 10, 40 * MIB), CUDA, "staged"),
+        (work(20 << 10, 40 * MIB, "load"), CUDA, "staged"),
+        (work(64 << 10, 8 * MIB), CUDA, "zero_copy"),
+        (work(64 << 10, 8 * MIB, "load"), CUDA, "zero_copy"),
         (work(4 * MIB, 4 * MIB), CUDA, "zero_copy"),
-        (work(20 << 10, 256 * MIB), CUDA, "zero_copy"),
+        (work(4 << 10, 256 * MIB), CUDA, "zero_copy"),
+        (work(4 << 10, 256 * MIB, merged=64), CUDA, "staged"),
+        (work(20 << 10, 40 * MIB, qos="urgent"), CUDA, "zero_copy"),
+        (work(4 * MIB, 256 * MIB, qos="urgent"), CUDA, "staged"),
+        (work(4 * MIB, 4 * MIB, qos="background"), CUDA, "staged"),
+        (work(4 << 10, 256 * MIB, qos="background"), CUDA, "zero_copy"),
         (work(4 * MIB, 256 * MIB, "load", layered=True), CUDA, "zero_copy"),
         (work(4 * MIB, 256 * MIB, whole_pages=False), CUDA, "zero_copy"),
         (work(4096, 4096, in_place=True), CUDA, "staged"),
@@ -43,12 +55,12 @@ def work(range_bytes: int, total: int, direction: str = "write_back", **more: bo
     ],
 )
 def test_the_path_follows_from_what_is_moved(moved: Work, usable: tuple[str, ...], path: str) -> None:
-    assert choose(moved, report(*usable)) == path
+    assert choose(moved, report(*usable), DEFAULTS) == path
 
 
 @pytest.mark.parametrize("path", CUDA)
 def test_a_forced_path_is_taken(path: str) -> None:
-    assert choose(work(64, 64), report(*CUDA), path) == path
+    assert choose(work(64, 64), report(*CUDA), DEFAULTS, path) == path
 
 
 @pytest.mark.parametrize(
@@ -83,10 +95,10 @@ def test_a_forced_path_that_cannot_run_is_an_error(
     moved: Work, usable: tuple[str, ...], forced: str, message: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
-        choose(moved, report(*usable), forced)
+        choose(moved, report(*usable), DEFAULTS, forced)
     assert str(raised.value) == message
 
 
 def test_no_path_at_all_says_why() -> None:
     with pytest.raises(ValueError, match="no path can run: zero_copy: no compiler"):
-        choose(work(64, 64), report())
+        choose(work(64, 64), report(), DEFAULTS)

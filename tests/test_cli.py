@@ -537,7 +537,7 @@ def test_tools_get_the_projects_package_and_all_their_arguments(
 
 def test_an_unknown_tool_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert tools.main(["verfiy"]) == 2
-    assert "unknown tool 'verfiy'; tools are verify, bench, compile, doctor" in capsys.readouterr().err
+    assert "unknown tool 'verfiy'; tools are verify, bench, tune, compile, doctor" in capsys.readouterr().err
     assert tools.main([]) == 2
     assert tools.main(["--help"]) == 0
     assert tools.main(["doctor", "--jsno"]) == 2

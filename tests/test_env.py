@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,40 +17,45 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults() -> None:
-    assert {v.name: env.get(v.name) for v in env.VARIABLES if v.name != "CACHE_DIR"} == {
-        "VERBOSE": False,
+    assert {v.name: env.text(v.name) for v in env.VARIABLES} == {
+        "CACHE_DIR": "",
+        "VERBOSE": "0",
         "CXX": "",
         "CUDA_ARCH": "",
         "CUDA_COMPILER": "nvrtc",
         "PATH": "auto",
         "TWIN": "atoms",
         "OPTIMIZE": "2",
-        "THREADS": 0,
-        "HUGEPAGES": False,
-        "REGISTER_CHUNK_GB": 16,
+        "THREADS": "0",
+        "HUGEPAGES": "0",
+        "REGISTER_CHUNK_GB": "16",
     }
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
+    ("read", "name", "text", "value"),
     [
-        ("VERBOSE", "1", True),
-        ("VERBOSE", "0", False),
-        ("CXX", "ccache g++", "ccache g++"),
-        ("CUDA_ARCH", "sm_100", "sm_100"),
-        ("CUDA_ARCH", "sm_90a", "sm_90a"),
-        ("CUDA_COMPILER", "nvcc", "nvcc"),
-        ("PATH", "zero_copy", "zero_copy"),
-        ("TWIN", "lanes", "lanes"),
-        ("THREADS", "12", 12),
-        ("REGISTER_CHUNK_GB", " 4 ", 4),
-        ("REGISTER_CHUNK_GB", "", 16),
+        (env.flag, "VERBOSE", "1", True),
+        (env.flag, "VERBOSE", "0", False),
+        (env.flag, "VERBOSE", "", False),
+        (env.text, "CXX", "ccache g++", "ccache g++"),
+        (env.text, "CUDA_ARCH", "sm_100", "sm_100"),
+        (env.text, "CUDA_ARCH", "sm_90a", "sm_90a"),
+        (env.text, "CUDA_COMPILER", "nvcc", "nvcc"),
+        (env.text, "PATH", "zero_copy", "zero_copy"),
+        (env.text, "TWIN", "lanes", "lanes"),
+        (env.number, "THREADS", "12", 12),
+        (env.number, "THREADS", "00", 0),
+        (env.number, "REGISTER_CHUNK_GB", " 4 ", 4),
+        (env.number, "REGISTER_CHUNK_GB", "", 16),
     ],
 )
-def test_values(monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object) -> None:
+def test_values(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object], name: str, text: str, value: object
+) -> None:
     monkeypatch.setenv(env.PREFIX + name, text)
-    assert env.get(name) == value
-    assert type(env.get(name)) is type(value)
+    assert read(name) == value
+    assert type(read(name)) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_values(monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: ob
 def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str) -> None:
     monkeypatch.setenv(env.PREFIX + name, text)
     with pytest.raises(ValueError) as caught:
-        env.get(name)
+        env.text(name)
     assert str(caught.value) == message
 
 
@@ -102,7 +108,7 @@ def test_cache_dir_follows_the_desktop_rules(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_name_that_is_not_in_the_table() -> None:
     with pytest.raises(KeyError):
-        env.get("SPEED")
+        env.text("SPEED")
 
 
 def test_markdown_table_has_a_row_for_each_variable() -> None:

@@ -17,10 +17,10 @@ import pytest
 from race_scenarios import FAILURES, SCENARIOS
 from simulation import first
 
-from poolwright.runtime import backend, hazards, launch, pool, staging, ticket, transfer
+from poolwright.runtime import backend, checks, hazards, launch, pool, staging, ticket, transfer
 from poolwright.runtime.driver.simulated_memory import SimulationError
 
-MODULES = (transfer, staging, launch, ticket, hazards)
+MODULES = (transfer, staging, launch, ticket, hazards, checks)
 USERS = (*MODULES, pool, backend)
 CALLS = {"wait", "wait_value", "synchronize", "admit"}
 KEPT = {"keep.append", "_counters_of_all_pools.append", "self._lost.append"}
@@ -98,7 +98,7 @@ class Sites(ast.NodeTransformer):
             node.args = [nothing]
         if name == "done" and self._here(f"ask {ast.unparse(node)}"):
             return ast.Constant(True)
-        if _call(node) == "self._hazards.add" and self._here(f"keep in {ast.unparse(node)}"):
+        if _call(node) == "Submission" and self._here(f"keep in {ast.unparse(node)}"):
             node.args[3] = ast.Constant(None)
         return node
 

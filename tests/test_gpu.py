@@ -57,7 +57,7 @@ def pool() -> Iterator[HostPool]:
         page_size=P,
         layout="page_first",
         capacity_pages=PAGES,
-        staging_bytes=4 * L * P * 48,  # two slots of two pages: every ring wraps
+        staging_bytes=8 * L * P * 48,  # two slots of two pages a direction: every ring wraps
         device="cuda:0",
         require="cuda",
     )
@@ -310,6 +310,7 @@ def test_submission_never_waits_for_the_device(pool: HostPool) -> None:
     ]
     tickets.append(pool.load(torch.arange(9), torch.arange(9), unit="page", order="layer"))
     tickets.append(pool.write_back(tokens(torch.arange(9)), on_device, validate="full"))
+    tickets.append(pool.load(torch.arange(9), torch.arange(9), unit="page", validate="full"))
     assert not before.query(), "a submission waited for work of the caller's stream"
     for ticket in tickets:
         ticket.wait()

@@ -158,26 +158,31 @@ def test_three_pools_take_three_paths_in_one_call() -> None:
         c4_layers=(0,),
         c128_layers=(1,),
         page_size=128,
-        swa=LATENT,
+        layout="page_first",  # of the pools that have bytes
+        swa={"format": "v4"},
         c4={"format": "v4"},
         c4_indexer={"index_head_dim": 8},
         c128={"format": "v41"},
         c4_state={"head_dim": 4, "ring": 8, "dtype": torch.float32},
         indexer_state={"head_dim": 2, "ring": 8, "dtype": torch.float32},
-        capacity_pages={"kv": 4, "swa": 3},
+        capacity_pages={"kv": 4, "window": 3},
     )
     page = {name: pool.page_bytes for name, pool in group.pools.items()}
     assert page["kv"] == 0 and page["c4"] == 32 * 584 - 32 * 584 % -576 and group.c4.page_num == 4
-    tensors: dict[str, Any] = {"swa": {"kv": [random_tensor(9 * 128, 8) for _ in range(2)]}}
-    for name in ("c4", "c4_indexer", "c128"):
-        tensors[name] = {"row": [torch.randint(0, 255, (9, page[name]), dtype=torch.uint8)]}
+    tensors: dict[str, Any] = {}
+    for name in ("swa", "c4", "c4_indexer", "c128"):
+        layers = len(group.pools[name].layers)
+        row = page[name] // layers
+        tensors[name] = {
+            "row": [torch.randint(0, 255, (9, row), dtype=torch.uint8) for _ in range(layers)],
+        }
     for name, dim in (("c4_state", 4), ("indexer_state", 2)):
         tensors[name] = {"state": [random_tensor(9, 8, 2, 2, dim, dtype=torch.float32)]}
     group.bind(tensors)
     before = [tensor.clone() for tensor in flat(tensors)]
-    ids = group.alloc({"kv": 256, "swa": 128})
-    assert group.available_size() == {"kv": 256, "swa": 256}
-    device = {"kv": torch.cat([torch.arange(256, 384), torch.arange(640, 768)]), "swa": torch.arange(128)}
+    ids = group.alloc({"kv": 256, "window": 128})
+    assert group.available_size() == {"kv": 256, "window": 256}
+    device = {"kv": torch.cat([torch.arange(256, 384), torch.arange(640, 768)]), "window": torch.arange(128)}
     moves = {name: (ids[name], device[name]) for name in ids}
     paths = {"swa": "staged", "c4": "zero_copy", "c4_indexer": "host", "c128": "torch", "c4_state": "host"}
     ticket = group.write_back(moves, path=paths)
@@ -186,11 +191,11 @@ def test_three_pools_take_three_paths_in_one_call() -> None:
     for tensor in flat(tensors):
         tensor.zero_()
     group.load(moves, path=paths).wait()
-    for tensor, old in zip(flat(tensors), before, strict=True):
-        pages = [0] if tensor.shape[0] == 9 * 128 or tensor.dim() == 5 else [2, 5]
+    for index, (tensor, old) in enumerate(zip(flat(tensors), before, strict=True)):
+        pages = [0] if index < 2 or tensor.dim() == 5 else [2, 5]
         rows, olds = tensor.reshape(9, -1), old.reshape(9, -1)
         assert torch.equal(rows[pages], olds[pages])
-    assert group.free(ids) == {"kv": 256, "swa": 128}
+    assert group.free(ids) == {"kv": 256, "window": 128}
     group.destroy()
 
 

@@ -16,8 +16,10 @@ from poolwright.runtime import memory
 from poolwright.runtime.budget import RESERVE_BYTES
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
 from poolwright.runtime.memory import (
+    GUARD,
     HUGE_PAGE,
     PAGE,
+    PATTERN,
     HostBuffer,
     HostMemoryError,
     Units,
@@ -330,6 +332,19 @@ def test_memory_is_touched_by_old_kernels_too(
         memory._touch(buffer.address + offset, nbytes - offset, 3)
         assert resident(buffer.address, nbytes) >= nbytes
         assert not buffer.tensor.any()
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, 3 * PAGE + 7])
+@pytest.mark.parametrize("hugepages", [False, True])
+def test_guards_lie_on_both_sides_and_hold_their_pattern(nbytes: int, hugepages: bool) -> None:
+    with HostBuffer(nbytes, hugepages=hugepages, registrar=Pins()) as buffer:
+        before, behind = buffer.guards.values()
+        assert before.data_ptr() + GUARD == buffer.address and behind.data_ptr() == buffer.address + nbytes
+        for guard in (before, behind):
+            assert guard.numel() == GUARD and bool((guard == PATTERN).all())
+        buffer.tensor.zero_()
+        assert all(bool((guard == PATTERN).all()) for guard in (before, behind))
+    assert HostBuffer(0).guards == {}
 
 
 # ---- what is left -----------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def test_layers_of_a_load(pool: Any) -> None:
 def test_more_ids_than_one_launch_takes() -> None:
     """Thousands of pages and tokens: several launches, several staging rounds."""
     pages = 2500
-    pool = build(capacity_pages=pages, layers=(0,), staging_bytes=2 * 300 * 40)
+    pool = build(capacity_pages=pages, layers=(0,), staging_bytes=4 * 300 * 40)
     rows = torch.randn(pages * PAGE, 5).to(torch.bfloat16)
     pool.bind({"kv": [rows.clone()]})
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))
@@ -321,7 +321,7 @@ def test_more_ids_than_one_launch_takes() -> None:
 def test_scattered_tokens_by_the_staged_path_are_refused_by_name(pool: Any) -> None:
     shuffled = ids(0, 1)[torch.tensor([3, 5, 1, 0, 7, 6, 2, 4])]
     with pytest.raises(
-        ValueError, match=r"mla: path 'staged' was asked for and cannot be taken: .*single tokens"
+        ValueError, match=r"mla: path 'staged' was asked for and cannot be taken: .*scattered tokens"
     ):
         pool.load(ids(0, 1), shuffled, path="staged")
     with pytest.raises(ValueError, match="path 'fast' was asked for and cannot be taken: expected one of "):
@@ -358,7 +358,7 @@ def test_names_that_engines_know() -> None:
 
 def test_staging_is_bounded_in_bytes() -> None:
     page = build().page_bytes
-    for wanted, pages in ((0, 1), (2 * page, 1), (2 * 3 * page + 1, 3), (1 << 20, PAGES)):
+    for wanted, pages in ((0, 1), (4 * page, 1), (4 * 3 * page + 1, 3), (1 << 20, PAGES)):
         pool = build(staging_bytes=wanted)
         assert pool.staging_pages == pages
         assert pool.staging_kv.shape == (pages, PAGE, 2, 5, 2)

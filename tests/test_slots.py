@@ -21,14 +21,22 @@ def tokens(pages: list[int], size: int) -> list[int]:
     return [page * size + step for page in pages for step in range(size)]
 
 
+def free(slots: Slots, values: torch.Tensor) -> int:
+    """As a pool frees ids."""
+    slots.free(values)
+    return values.numel()
+
+
+def free_pages_left(slots: Slots) -> int:
+    return slots.available_size() // slots.page_size
+
+
 class Model(RuleBasedStateMachine):
     """Any sequence of calls: what is handed out is free, whole, ascending, and stays as it was."""
 
-    @initialize(pages=st.integers(0, 40), size=st.sampled_from([1, 2, 3, 16]), listed=st.integers(0, 8))
-    def start(self, pages: int, size: int, listed: int) -> None:
+    @initialize(pages=st.integers(0, 40), size=st.sampled_from([1, 2, 3, 16]))
+    def start(self, pages: int, size: int) -> None:
         self.slots, self.twin = Slots(pages, size, "p"), Slots(pages, size, "p")
-        # Short lists, so that small pools also take the way of long ones.
-        self.slots._listed = self.twin._listed = listed
         self.size, self.pages = size, pages
         self.taken: set[int] = set()
         self.kept: list[tuple[torch.Tensor, list[int]]] = []
@@ -53,10 +61,10 @@ class Model(RuleBasedStateMachine):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True, max_size=10))
         for slots in (self.slots, self.twin):
             if whole:
-                assert slots.free_pages(torch.tensor(pages, dtype=torch.int64)) == len(pages)
+                slots.free_pages(pages)
             else:
                 values = data.draw(st.permutations(tokens(pages, self.size)))
-                assert slots.free(torch.tensor(values, dtype=torch.int64)) == len(values)
+                assert free(slots, torch.tensor(values, dtype=torch.int64)) == len(values)
         self.taken -= set(pages)
 
     @rule(page=st.integers(-2, 42), extra=st.integers(0, 2))
@@ -64,9 +72,9 @@ class Model(RuleBasedStateMachine):
         taken = sorted(self.taken)[:extra]
         bad = [*taken, page, page] if page in self.taken else [*taken, page]
         with pytest.raises(ValueError, match=r"^p: free: "):
-            self.slots.free(torch.tensor(tokens(bad, self.size), dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"^p: free_pages: "):
-            self.slots.free_pages(torch.tensor(bad, dtype=torch.int64))
+            free(self.slots, torch.tensor(tokens(bad, self.size), dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"^p: free: "):
+            self.slots.free_pages(bad)
 
     @rule()
     def clear(self) -> None:
@@ -78,8 +86,7 @@ class Model(RuleBasedStateMachine):
     def counts_agree_and_results_keep_their_values(self) -> None:
         if not hasattr(self, "slots"):
             return
-        assert self.slots.available_pages == self.pages - len(self.taken)
-        assert self.slots.available_size() == self.slots.available_pages * self.size
+        assert self.slots.available_size() == (self.pages - len(self.taken)) * self.size
         assert all(tensor.tolist() == values for tensor, values in self.kept)
 
 
@@ -91,7 +98,7 @@ def test_fresh_pages_first_then_freed_ones_joined() -> None:
     slots = Slots(6, 1, "p")
     assert slots.alloc(4) is not None
     for page in (2, 0, 1):
-        slots.free(ids(page))
+        free(slots, ids(page))
     assert slots.alloc(2).tolist() == [4, 5]
     assert slots.alloc(3).tolist() == [0, 1, 2]
 
@@ -100,14 +107,14 @@ def test_a_freed_page_is_available_at_once() -> None:
     slots = Slots(1, 16, "p")
     first = slots.alloc(16)
     assert slots.alloc(16) is None
-    slots.free(first)
+    free(slots, first)
     assert torch.equal(slots.alloc(16), first)
 
 
 def test_a_full_pool_gives_none_and_keeps_its_state() -> None:
     slots = Slots(3, 2, "p")
     slots.alloc(4)
-    assert slots.alloc(4) is None and slots.alloc_pages(2) is None
+    assert slots.alloc(4) is None
     assert slots.available_size() == 2 and slots.alloc(2).tolist() == [4, 5]
 
 
@@ -116,7 +123,8 @@ def test_an_empty_pool_and_empty_lists() -> None:
     assert slots.alloc(64) is None
     empty = slots.alloc(0)
     assert empty.shape == (0,) and empty.dtype == torch.int64
-    assert slots.free(empty) == 0 and slots.free_pages(empty) == 0 and slots.available_size() == 0
+    slots.free_pages([])
+    assert free(slots, empty) == 0 and slots.available_size() == 0
 
 
 @pytest.mark.parametrize("count", [-64, -1, 1, 63, 65])
@@ -129,8 +137,6 @@ def test_unaligned_counts_are_refused_with_the_numbers(count: int) -> None:
     with pytest.raises(ValueError) as error:
         slots.alloc(count)
     assert str(error.value) == message
-    with pytest.raises(ValueError, match="alloc_pages: expected a count >= 0, got -1"):
-        slots.alloc_pages(-1)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def test_unaligned_counts_are_refused_with_the_numbers(count: int) -> None:
         (ids(0, 1, 2, 4), "id missing or twice in page 0"),
         (ids(0, 1, 2, 2), "id missing or twice in page 0"),
         (ids(1, 2, 3, 4), "id missing or twice in page 0"),
-        (ids(*range(4), *range(4)), "expected each page once, got page 0 twice: drop the duplicate"),
+        (ids(*range(4), *range(4)), "id missing or twice in page 0"),
         (ids(0, 0, 1, 1, 2, 2, 3, 3), "id missing or twice in page 0"),
         (ids(-4, -3, -2, -1), "expected pages below 4, got page -1"),
         (ids(16, 17, 18, 19), "expected pages below 4, got page 4"),
@@ -156,11 +162,11 @@ def test_bad_frees_are_refused_and_change_nothing(bad: torch.Tensor, message: st
     slots = Slots(4, 4, "p")
     slots.alloc(8)
     with pytest.raises(ValueError) as error:
-        slots.free(bad)
+        free(slots, bad)
     assert message in str(error.value)
     assert slots.available_size() == 8
     assert slots.alloc(8).tolist() == list(range(8, 16))
-    assert slots.free(torch.arange(16)) == 16
+    assert free(slots, torch.arange(16)) == 16
 
 
 @pytest.mark.parametrize("size", [1, 64])
@@ -169,24 +175,24 @@ def test_double_free_free_after_clear_and_never_allocated(size: int) -> None:
     slots = Slots(8, size, "p")
     page = slots.alloc(size)
     other = slots.alloc(size)
-    slots.free(page)
+    free(slots, page)
     for bad in (page, torch.cat([other, page]), torch.cat([other, other]), page + 5 * size):
         with pytest.raises(ValueError):
-            slots.free(bad)
-        assert slots.available_pages == 7
+            free(slots, bad)
+        assert free_pages_left(slots) == 7
     slots.clear()
     with pytest.raises(ValueError, match="not allocated: free a page once, and not after clear"):
-        slots.free(other)
-    assert slots.available_pages == 8
+        free(slots, other)
+    assert free_pages_left(slots) == 8
 
 
 def test_results_share_nothing_with_the_free_list() -> None:
     """F073: what alloc returned keeps its values, whatever happens later, and may be overwritten."""
     slots = Slots(8, 2, "p")
-    slots.free(slots.alloc(16))
+    free(slots, slots.alloc(16))
     first = slots.alloc(6)
     kept = first.tolist()
-    slots.free(slots.alloc(4))
+    free(slots, slots.alloc(4))
     slots.alloc(2)
     slots.clear()
     assert first.tolist() == kept
@@ -198,11 +204,11 @@ def test_results_share_nothing_with_the_free_list() -> None:
 def test_memory_of_results_is_their_own_size() -> None:
     """F074: small results do not keep a large free list alive."""
     slots = Slots(1_000_000, 1, "p")
-    slots.free(slots.alloc(1_000_000))
+    free(slots, slots.alloc(1_000_000))
     for _ in range(100):
         got = slots.alloc(10)
         assert got.untyped_storage().nbytes() == 80
-        slots.free(slots.alloc(1000))
+        free(slots, slots.alloc(1000))
 
 
 def test_rollback_of_a_failed_group_restores_every_pool() -> None:
@@ -210,16 +216,16 @@ def test_rollback_of_a_failed_group_restores_every_pool() -> None:
     pools = [Slots(8, 4, "kv"), Slots(1, 1, "state")]
     results = [pools[0].alloc(8), pools[1].alloc(2)]
     assert results[1] is None
-    pools[0].free(results[0])
-    assert [pool.available_pages for pool in pools] == [8, 1]
+    free(pools[0], results[0])
+    assert [free_pages_left(pool) for pool in pools] == [8, 1]
 
 
 def test_many_single_frees_in_a_large_pool() -> None:
     """F079: 10^5 frees; one pass over the free list for each would make this test take minutes."""
     slots = Slots(10_000_000, 4, "p")
     for page in slots.alloc(400_000).split(4):
-        slots.free(page)
-    assert slots.available_pages == 10_000_000
+        free(slots, page)
+    assert free_pages_left(slots) == 10_000_000
 
 
 def test_long_lists_are_freed_in_any_order() -> None:
@@ -227,9 +233,9 @@ def test_long_lists_are_freed_in_any_order() -> None:
     taken = slots.alloc(12_000)
     order = torch.randperm(12_000, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="id missing or twice in page 7"):
-        slots.free(torch.cat([taken[:28], taken[29:], taken[-1:]])[order])
-    assert sorted(slots.pages_of(taken[order]).tolist()) == list(range(3000))
-    assert slots.free(taken[order]) == 12_000
+        free(slots, torch.cat([taken[:28], taken[29:], taken[-1:]])[order])
+    assert slots.pages_of(taken[order]) == list(range(3000))
+    assert free(slots, taken[order]) == 12_000
     with pytest.raises(ValueError, match=r"p: give back: .* page 0, which is not allocated"):
         slots.pages_of(taken[order], "give back")
     assert torch.equal(slots.alloc(12_000), taken)
@@ -241,11 +247,11 @@ def test_threads_never_get_the_same_page() -> None:
 
     def work(mine: list[int]) -> None:
         for k in range(200):
-            pages = slots.alloc_pages(1 + k % 3)
-            if pages is not None and k % 2:
-                slots.free_pages(pages)
-            elif pages is not None:
-                mine.extend(pages.tolist())
+            got = slots.alloc(2 + 2 * (k % 3))
+            if got is not None and k % 2:
+                free(slots, got)
+            elif got is not None:
+                mine.extend(slots.pages_of(got))
 
     workers = [threading.Thread(target=work, args=(mine,)) for mine in got]
     for worker in workers:
@@ -253,7 +259,7 @@ def test_threads_never_get_the_same_page() -> None:
     for worker in workers:
         worker.join()
     held = [page for mine in got for page in mine]
-    assert len(held) == len(set(held)) and slots.available_pages == 512 - len(held)
+    assert len(held) == len(set(held)) and free_pages_left(slots) == 512 - len(held)
 
 
 @pytest.mark.parametrize(("pages", "size"), [(-1, 1), (1, 0), (1, -64)])

@@ -10,6 +10,7 @@ import typer
 _FORWARDED = {
     "verify": "Copy every pool in every layout, and every group, and compare with an independent oracle.",
     "bench": "Measure bandwidth over size, beside a plain copy.",
+    "tune": "Measure the constants by which pools choose their paths.",
     "compile": "Compile generated sources ahead of time into the cache.",
     "doctor": "Say what this machine has and what is missing.",
 }
@@ -66,6 +67,57 @@ def explain(pool: PoolName) -> None:
     raise typer.Exit(command.run(pool))
 
 
+def plan(
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="A model's config.json.")],
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks.")] = 1,
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            "--page-size", min=1, metavar="P", help="Tokens of a page; else 64, or what the model needs."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, metavar="T", help="Say what memory so many tokens need.")
+    ] = None,
+    states: Annotated[
+        int | None,
+        typer.Option("--states", min=1, metavar="S", help="Places to resume at: state slots, windows."),
+    ] = None,
+    host_gb: Annotated[
+        float | None,
+        typer.Option(
+            "--host-gb", min=0.001, max=1e6, metavar="G", help="Say what fits into G * 10^9 bytes a rank."
+        ),
+    ] = None,
+    cache: Annotated[
+        str, typer.Option("--cache", metavar="FORM", help="As `engine` or `transformers` keeps it.")
+    ] = "engine",
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="What keys and values are stored in.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option("--layout", metavar="L", help="Host order of all pools.")
+    ] = "page_first",
+    json: Json = False,
+) -> None:
+    """Say which pools hold a model's cache, what they take, and the Python that builds them."""
+    from poolwright.codegen.commands import plan as command
+
+    code = command.run(
+        config,
+        ranks=tp,
+        page_size=page_size,
+        tokens=tokens,
+        states=states,
+        host_gb=host_gb,
+        cache=cache,
+        kv_dtype=kv_dtype,
+        layout=layout,
+        json=json,
+    )
+    raise typer.Exit(code)
+
+
 def schema() -> None:
     """Print the JSON Schema of a spec."""
     from poolwright.codegen.commands import schema as command
@@ -90,7 +142,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         help="From pool specs to generated kernels and host pools.",
     )
-    for command in (build, new, show, explain, schema):
+    for command in (build, new, show, explain, plan, schema):
         app.command()(command)
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
     for name, text in _FORWARDED.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,17 +36,31 @@ class Parameters:
         self.pointers = (ctypes.c_void_p * len(blocks))(*[ctypes.addressof(block) for block in blocks])
 
 
+class Launch(Protocol):
+    """Launches a kernel on a stream, with so many blocks and the parameters of now. Raises PoolError."""
+
+    def __call__(self, stream: Stream, grid: int) -> None: ...
+
+
 class Kernels(Protocol):
-    """Compiled kernels of one program. `grid`: blocks of a launch by its purpose."""
+    """Compiled kernels of one program.
+
+    `window`: layers of so many bytes or less in all are moved together by a load in layer order.
+    `arrivals`: how often each block counts a step.
+    """
 
     @property
-    def grid(self) -> Mapping[str, int]: ...
+    def window(self) -> int: ...
 
-    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
-        """What launches kernel `name` on a stream with `grid[purpose]` blocks and `params` as they are then.
+    @property
+    def arrivals(self) -> int: ...
 
-        The call raises PoolError.
-        """
+    def grid(self, purpose: str, nbytes: int) -> int:
+        """Blocks of a launch that moves so many bytes: `purpose` is write_back, load, gather or scatter."""
+        ...
+
+    def prepare(self, name: str, params: Parameters) -> Launch:
+        """What launches kernel `name`."""
         ...
 
 
@@ -85,12 +99,20 @@ class Driver(Protocol):
         """Makes `stream` the one that torch's own operations go to."""
         ...
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Queue torch's operations of `work` in `stream`; they write only tensors that they make."""
+        ...
+
     def current_stream(self) -> Stream:
         """The stream that the caller's own work goes to."""
         ...
 
-    def record(self, stream: Stream) -> Event:
-        """An event behind everything submitted to `stream` so far."""
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        """An event behind everything submitted to `stream` so far; `timed`: one that `elapsed` takes."""
+        ...
+
+    def elapsed(self, begin: Event, end: Event) -> float:
+        """Seconds between two timed events that have happened."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 
-from poolwright.runtime.driver import Event, Memory, Parameters, Stream
+from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream
 from poolwright.runtime.errors import BackendUnavailable, PoolError
 
 BATCH_LIMIT = 4096
@@ -40,6 +40,23 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
+BLOCKS = {"write_back": 4, "load": 8, "gather": 264, "scatter": 264}
+"""Blocks of a long launch: over the link no more than it needs (docs/benchmarks.md)."""
+
+SHORT_BYTES, SHORT_BLOCKS, BLOCK_BYTES = 4 << 20, 32, 64 << 10
+"""A load of so few bytes gets up to so many blocks; what one has in flight."""
+
+
+def blocks(purpose: str, nbytes: int) -> int:
+    """Blocks of a launch that moves so many bytes.
+
+    A short load is over before it disturbs anybody, and takes less time when all of it is in flight at once.
+    """
+    if purpose == "load" and nbytes <= SHORT_BYTES:
+        return min(max(-(-nbytes // BLOCK_BYTES), BLOCKS[purpose]), SHORT_BLOCKS)
+    return BLOCKS[purpose]
+
+
 class CudaEvent:
     """An event that goes back to its driver's store when nobody holds it."""
 
@@ -55,8 +72,9 @@ class CudaEvent:
 class CudaKernels:
     """Functions of loaded cubins. A launch costs about 6 us with 1 KiB of parameters."""
 
-    grid: ClassVar[Mapping[str, int]] = {"write_back": 4, "load": 8, "gather": 264, "scatter": 264}
-    block = 512
+    window: ClassVar[int] = 512 << 10  # what the blocks of a long load have in flight
+    block: ClassVar[int] = 512
+    arrivals: ClassVar[int] = block // 32  # warps
 
     def __init__(self, cubins: Sequence[bytes]) -> None:
         from cuda.bindings import driver
@@ -73,11 +91,14 @@ class CudaKernels:
                 _check(driver.cuFuncLoad(function), f"load kernel {name}")
                 self._functions[name] = function
 
-    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
-        call, function, grid, block = self._launch, self._functions[name], self.grid[purpose], self.block
+    def grid(self, purpose: str, nbytes: int) -> int:
+        return blocks(purpose, nbytes)
+
+    def prepare(self, name: str, params: Parameters) -> Launch:
+        call, function, block = self._launch, self._functions[name], self.block
         address, ok = ctypes.addressof(params.pointers), self._ok
 
-        def launch(stream: Stream) -> None:
+        def launch(stream: Stream, grid: int) -> None:
             (code,) = call(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
             if code is not ok:
                 _check((code, None), f"launch {name}")
@@ -105,6 +126,7 @@ class CudaDriver:
         self._ok = driver.CUresult.CUDA_SUCCESS
         self._record, self._wait = driver.cuEventRecord, driver.cuStreamWaitEvent
         self._events: list[Any] = []
+        self._timed: list[Any] = []
         self._lock = threading.Lock()
         self._batch = _batch_copy()
 
@@ -174,18 +196,26 @@ class CudaDriver:
         external: Any = torch.cuda.ExternalStream
         return torch.cuda.stream(external(stream, self.device))
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        with self.torch_stream(stream):
+            work()
+
     def current_stream(self) -> Stream:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        store = self._timed if timed else self._events
         try:
-            handle = self._events.pop()
+            handle = store.pop()
         except IndexError:
-            handle = _check(self._api.cuEventCreate(2), "create an event")  # 2: no timing
+            handle = _check(self._api.cuEventCreate(0 if timed else 2), "create an event")  # 2: no timing
         (code,) = self._record(handle, stream if type(stream) is int else stream.cuda_stream)
         if code is not self._ok:
             _check((code, None), "record an event")
-        return CudaEvent(handle, self._events)
+        return CudaEvent(handle, store)
+
+    def elapsed(self, begin: Event, end: Event) -> float:
+        return float(_check(self._api.cuEventElapsedTime(begin.handle, end.handle), "time of events")) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         target = stream if type(stream) is int else stream.cuda_stream

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
 
-from poolwright.runtime.driver import Event, Memory, Parameters, Stream
+from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream
 
 
 class HostKernels:
     """Kernels of a host.cpp compiled with PW_LANES, played lane by lane; `build` makes it when first used."""
 
-    grid: ClassVar[Mapping[str, int]] = {"write_back": 3, "load": 3, "gather": 3, "scatter": 3}
-    block = 32
+    window: ClassVar[int] = 4096
+    arrivals: ClassVar[int] = 1
+    block: ClassVar[int] = 32
 
     def __init__(self, build: Callable[[], ctypes.CDLL]) -> None:
         self._library = functools.cache(build)
 
-    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
-        sizes = (ctypes.c_uint32(self.grid[purpose]), ctypes.c_uint32(self.block))
+    def grid(self, purpose: str, nbytes: int) -> int:
+        return 3
 
-        def launch(stream: Stream) -> None:
-            getattr(self._library(), f"lanes_{name}")(*sizes, params.pointers)
+    def prepare(self, name: str, params: Parameters) -> Launch:
+        def launch(stream: Stream, grid: int) -> None:
+            play = getattr(self._library(), f"lanes_{name}")
+            play(ctypes.c_uint32(grid), ctypes.c_uint32(self.block), params.pointers)
 
         return launch
 
@@ -64,11 +68,17 @@ class HostDriver:
     def torch_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def call(self, stream: Stream, work: Callable[[], None]) -> None:
+        work()
+
     def current_stream(self) -> Stream:
         return None
 
-    def record(self, stream: Stream) -> Event:
-        return None
+    def record(self, stream: Stream, timed: bool = False) -> Event:
+        return time.perf_counter() if timed else None
+
+    def elapsed(self, begin: Event, end: Event) -> float:
+        return float(end - begin)
 
     def wait(self, stream: Stream, event: Event) -> None:
         return None

@@ -47,6 +47,7 @@ class SimulatedEvent:
     happened: bool = False
     clock: Clock = field(default_factory=list)
     failed: str = ""
+    moment: int = 0  # steps of all streams that had run
 
 
 @dataclass(eq=False)
@@ -141,7 +142,7 @@ class SimulatedDriver:
         self._fail_step = -1
         self._over = False
         self._lost_counters: dict[int, str] = {}
-        self._number = 0
+        self._number = self._steps = 0
         self._thread = threading.local()
         self._thread.current = True
         self.capturing: set[SimulatedStream] = set()
@@ -281,19 +282,30 @@ class SimulatedDriver:
     def torch_stream(self, stream: SimulatedStream) -> AbstractContextManager[object]:
         raise PoolError("torch's own operations cannot be queued on the simulator; take another path")
 
+    def call(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
+        def step(touch: Touch) -> None:
+            with torch._C.DisableTorchFunctionSubclass():  # tensors that tests watch are plain memory now
+                work()
+
+        self.enqueue("launch", "torch", stream, [step])
+
     def current_stream(self) -> SimulatedStream:
         return getattr(self._thread, "stream", self.caller)
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+    def record(self, stream: SimulatedStream, timed: bool = False) -> SimulatedEvent:
         with self._call("record"):
             self._number += 1
             event = SimulatedEvent(f"event {self._number} of {stream}")
 
             def step(touch: Touch) -> None:
-                event.clock, event.happened = list(touch.clock), True
+                event.clock, event.happened, event.moment = list(touch.clock), True, self._steps
 
             self._submit(stream, "record", [step], control=True, event=event)
             return event
+
+    def elapsed(self, begin: SimulatedEvent, end: SimulatedEvent) -> float:
+        """Steps between two events stand for seconds."""
+        return float(end.moment - begin.moment)
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         with self._call("wait", guarded=False):
@@ -456,6 +468,7 @@ class SimulatedDriver:
             operation.started = True
             join(stream.clock, operation.known)
         stream.clock[stream.index] += 1
+        self._steps += not operation.control
         if not operation.control:
             self._maybe_fail(stream, operation)
         if stream.failed:

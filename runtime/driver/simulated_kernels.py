@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from poolwright.runtime.driver import Parameters, Stream
+from poolwright.runtime.driver import Launch, Parameters, Stream
 from poolwright.runtime.program import SizedProgram
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class Call:
 class SimulatedKernels:
     """Kernels of programs. `build` gives their compiled lanes and is asked when the first one runs."""
 
-    grid: ClassVar[Mapping[str, int]] = {"write_back": 2, "load": 2, "gather": 2, "scatter": 2}
-    block = 4
+    window: ClassVar[int] = 40  # loads of tests take one step at a time, or several
+    arrivals: ClassVar[int] = 1
+    block: ClassVar[int] = 4
 
     def __init__(
         self, driver: SimulatedDriver, programs: Sequence[SizedProgram], build: Callable[[], ctypes.CDLL]
@@ -76,41 +77,47 @@ class SimulatedKernels:
     def _library(self) -> ctypes.CDLL:
         return self._build()
 
-    def prepare(self, name: str, purpose: str, params: Parameters) -> Callable[[Stream], None]:
-        return lambda stream: self.launch(name, self.grid[purpose], params, stream)
+    def grid(self, purpose: str, nbytes: int) -> int:
+        return 2
+
+    def prepare(self, name: str, params: Parameters) -> Launch:
+        return lambda stream, grid: self.launch(name, grid, params, stream)
 
     def launch(self, name: str, grid: int, params: Parameters, stream: Stream) -> None:
-        """Queue a launch. A kernel that counts its steps becomes two a step: all blocks but one count
-        without having moved anything, then everything is moved and the last one counts."""
+        """Queue a launch. A kernel in layer order becomes two for all steps that it moves together: all
+        blocks but one count and have moved nothing, then everything is moved and the last one counts."""
         blocks = [type(b).from_buffer_copy(b) for b in params.blocks]  # type: ignore[attr-defined]
         steps: list[Callable[[Touch], None]] = []
         if "_layer_" not in name:
             steps.append(lambda touch: self._play(touch, name, grid, blocks))
             self._driver.enqueue("launch", name, stream, steps)
             return
-        count, done = int(blocks[-2].value), int(blocks[-1].value)
-        for step in range(count):
-            phase = [*blocks[:-2], ctypes.c_uint32(1), ctypes.c_uint64(0)]
+        count, window, done = (int(block.value) for block in blocks[-3:])
+        for step in range(0, count, window):
+            now = min(window, count - step)
+            phase = [*blocks[:-3], ctypes.c_uint32(now), ctypes.c_uint32(now), ctypes.c_uint64(0)]
             for at, program in enumerate(self._programs):
                 ids = list(IDS.unpack(blocks[2 * at + 1]))
                 ids[-1] += 4 * step * len(program.columns) if ids[0] else 0
                 phase[2 * at + 1] = type(blocks[2 * at + 1]).from_buffer_copy(IDS.pack(*ids))
-            steps += self._phases(name, grid, phase, done + 4 * step if done else 0)
+            counted = [done + 4 * n for n in range(step, step + now)] if done else []
+            steps += self._phases(name, grid, phase, counted)
         counters = [done + 4 * n for n in range(count)] if done else []
         self._driver.enqueue("launch", name, stream, steps, counters=counters)
 
     def _phases(
-        self, name: str, grid: int, blocks: list[ctypes._CData], counter: int
+        self, name: str, grid: int, blocks: list[ctypes._CData], counters: Sequence[int]
     ) -> list[Callable[[Touch], None]]:
         def early(touch: Touch) -> None:
-            touch.arrive(counter, grid - 1)
+            for counter in counters:
+                touch.arrive(counter, grid - 1)
 
         def move(touch: Touch) -> None:
             self._play(touch, name, grid, blocks)
-            if counter:
+            for counter in counters:
                 touch.arrive(counter, 1)
 
-        return [early, move] if counter else [move]
+        return [early, move] if counters else [move]
 
     def _play(self, touch: Touch, name: str, grid: int, blocks: Sequence[ctypes._CData]) -> None:
         loads = name.startswith("load")
@@ -142,13 +149,16 @@ class SimulatedKernels:
                 ids = [touch.numbers(memory + n * step * width, 1, width)[0] for n in range(count)]
                 hosts = [page * size + n for page in pages for n in range(size)]
                 pairs = zip(hosts, [n & SKIPPED for n in ids], strict=True)
-            at: tuple[int | None, ...] | None = None
-            if layered:
-                row = touch.numbers(steps, len(program.columns))
-                found = dict(zip(program.columns, row, strict=True))
-                at = tuple(found[name] for name in program.lists.values())
+            moved = [pair for pair in pairs if pair[1] != SKIPPED]
             view = list(blocks[2 * pool])  # type: ignore[call-overload]
-            yield Call(pool, bool(by_token), view, [pair for pair in pairs if pair[1] != SKIPPED], at)
+            if not layered:
+                yield Call(pool, bool(by_token), view, moved, None)
+                continue
+            width = len(program.columns)
+            for n in range(int(blocks[-3].value)):  # type: ignore[attr-defined]
+                found = dict(zip(program.columns, touch.numbers(steps + 4 * n * width, width), strict=True))
+                at = tuple(found[name] for name in program.lists.values())
+                yield Call(pool, bool(by_token), view, moved, at)
 
     def _touched(self, touch: Touch, call: Call) -> tuple[Runs, Runs]:
         """Merged runs of bytes on the host (or in a slot of staging memory) and on the device."""

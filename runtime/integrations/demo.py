@@ -1,7 +1,8 @@
-"""Moves the caches of two real models through every layout of their pools and goes on decoding.
+"""Moves the caches of real models through pools, wipes them, brings them back and goes on decoding.
 
-`python -m poolwright.runtime.integrations.demo [--device cpu|cuda] [--corrupt] [--json]`: a table on
-stdout, progress on stderr; exit code 0 when every logit is bit-identical, 1 when anything differs.
+`python -m poolwright.runtime.integrations.demo [--device cpu|cuda] [--path PATH] [--model NAME] [--corrupt]
+[--json]`: a table on stdout, progress on stderr; exit code 0 when every logit is bit-identical, 1 when
+anything differs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,30 +22,37 @@ import torch
 
 from poolwright.generated import pool_class
 from poolwright.runtime import jit
+from poolwright.runtime.choice import PATHS
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.integrations import models
-from poolwright.runtime.integrations.transformers import CacheMover, LayerGroup, layer_groups
+from poolwright.runtime.integrations.members import Member, members_of, plans, taken_apart
+from poolwright.runtime.integrations.transformers import CacheMover
 
 PAGE_SIZE = 16
 PROMPT = 3 * PAGE_SIZE + 5
 SEQUENCES = 2
 STEPS = 16
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float32)
+EVERY_LAYOUT = ("Llama", "DeepSeek-V3")
+"""Models that go through each layout of their pool; the others take turns."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cache moved. `nbytes`: of whole pages, one way; `kl`: nats, summed over all new tokens."""
+    """One cache moved. `nbytes`: of whole pages, one way; `kl`: nats, summed over all new tokens.
+
+    `pools`, `layout`, `form` and `path` name each that was used once. `order`: of the load.
+    """
 
     model: str
     dtype: str
-    pool: str
+    pools: str
     form: str
     layout: str
+    order: str
     path: str
     nbytes: int
     poisoned_bytes: int
-    gb_per_s: float
     identical: bool
     kl: float
     recomputed: int
@@ -60,9 +68,15 @@ class Case:
 
     name: str
     model: Any
+    tiny: models.Tiny
     cache: Any
     first: torch.Tensor
     reference: torch.Tensor
+
+    @property
+    def pools(self) -> Mapping[str, str]:
+        """By role the pool to take where several fit."""
+        return self.tiny.pools
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m poolwright.runtime.integrations.demo", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models run")
+    parser.add_argument("--path", choices=PATHS, help="the path that every transfer has to take")
+    parser.add_argument("--model", choices=models.MODELS, help="only this model")
     parser.add_argument("--corrupt", action="store_true", help="flip a byte of a host page: must end with 1")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
     options = parser.parse_args(arguments)
@@ -78,8 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         with one_thread():
-            rows = run(options.device, corrupt=options.corrupt)
-    except (PoolError, DifferentReferences) as error:
+            names = models.MODELS if options.model is None else [options.model]
+            rows = run(names, options.device, path=options.path, corrupt=options.corrupt)
+    except (PoolError, ValueError, DifferentReferences) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     if options.json:
@@ -105,79 +122,102 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(device: str, *, corrupt: bool = False) -> list[Row]:
-    """Every model, dtype and layout in turn; forms take turns, so that each meets every layout."""
+def run(names: Iterable[str], device: str, *, path: str | None = None, corrupt: bool = False) -> list[Row]:
+    """Every model in turn. Layouts and dtypes take turns, and so do the orders of loading."""
     rows: list[Row] = []
     say("loading torch and transformers")
-    for name, make in models.MODELS.items():
-        for turn, dtype in enumerate(DTYPES):
-            case = prefill(name, make(dtype).to(device))
-            say(f"{name}, {_short(dtype)}: prefilled {SEQUENCES} x {PROMPT} tokens; two reference runs agree")
-            programs = _programs(layer_groups(case.cache)[0], turn)
-            _compile(layer_groups(case.cache)[0], programs)
-            flip = (PROMPT - 1, 0) if corrupt else None
-            rows += [move(case, form, layout, flip=flip) for form, layout in programs]
+    models.be_quiet()
+    for turn, name in enumerate(names):
+        tiny = models.MODELS[name]
+        for dtype in DTYPES if name in EVERY_LAYOUT else DTYPES[:1]:
+            case = prefill(name, tiny.build(dtype).to(device))
+            members = members_of(taken_apart(case.cache, case.pools))
+            taken = _programs(members[0], name, turn, dtype)
+            if tiny.group is None:
+                _compile(members, taken)
+            for form, layout in taken:
+                order = "bulk" if path == "staged" or len(rows) % 2 else "layer"
+                flip = last_byte(members[0]) if corrupt else None
+                rows.append(move(case, form, layout, order=order, path=path, flip=flip))
+            say(f"{name}, {_short(dtype)}: {SEQUENCES} x {PROMPT} tokens; two reference runs agree")
     return rows
 
 
-def prefill(name: str, model: Any, *, tokens: int = PROMPT, sequences: int = SEQUENCES) -> Case:
+def prefill(
+    name: str,
+    model: Any,
+    *,
+    tokens: int = PROMPT,
+    sequences: int = SEQUENCES,
+) -> Case:
     """Fill a cache with random prompts; decode from two copies of it. Raises DifferentReferences."""
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randint(0, model.config.vocab_size, (sequences, tokens), generator=generator)
     cache = models.fresh_cache(model)
-    with torch.inference_mode():
-        logits = model(prompt.to(model.device), past_key_values=cache, use_cache=True).logits
-    first = logits[:, -1].argmax(-1, keepdim=True)
+    first = models.logits(model, prompt.to(model.device), cache)[:, -1].argmax(-1, keepdim=True)
     one, two = (decode(model, copy.deepcopy(cache), first)[0] for _ in range(2))
     if not same_bits(one, two):
         raise DifferentReferences(
             f"{name}: two runs from one cache give different logits on {model.device}; "
             f"set torch.use_deterministic_algorithms(True)"
         )
-    return Case(name, model, cache, first, one)
+    return Case(name, model, models.MODELS[name], cache, first, one)
 
 
 def move(
     case: Case,
-    form: str,
-    layout: str,
+    form: str | None,
+    layout: str | None,
     *,
     page_size: int = PAGE_SIZE,
+    order: str = "bulk",
     path: str | None = None,
-    flip: tuple[int, int] | None = None,
+    apart: bool = False,
+    flip: Flip | None = None,
 ) -> Row:
     """Take a copy of the case's cache through its pools, wipe it, decode from a fresh cache object.
 
-    `flip`: a (token, byte of the token) of the first sequence to invert on the host, see `flip_byte`.
+    `order` ``layer``: each layer is put into the fresh cache as soon as it is there. `apart`: move pools
+    side by side also where there is a group for them. `flip`: a byte to invert on the host.
     """
-    cache = copy.deepcopy(case.cache)
-    with CacheMover(cache, page_size=page_size, layout=layout, form=form, path=path) as mover:
+    cache, fresh = copy.deepcopy(case.cache), models.fresh_cache(case.model)
+    sizes: dict[str, Any] = dict(page_size=page_size, layout=layout, form=form, pools=case.pools)
+    group = None if apart else case.tiny.group
+    with CacheMover(cache, path=path, group=group, names=case.tiny.names, **sizes) as mover:
         mover.stage(cache)
         written = mover.write_back()
         poisoned = mover.poison(cache)
         if flip is not None:
-            flip_byte(mover, *flip)
+            flip_byte(mover, flip)
         # Into other device pages than they came from, as in an engine.
-        loaded = mover.load(order=range(mover.movers[0].paging.pages)[::-1])
-        fresh = models.fresh_cache(case.model)
-        mover.fill(fresh)
+        if order == "layer":
+            loaded = mover.load_and_fill(fresh, backwards)
+        else:
+            loaded = mover.load(place=backwards)
+            mover.fill(fresh)
+        used = [(each.pool.spec.name, each.pool.form, each.pool.layout) for each in mover.movers]
     logits, fed = decode(case.model, fresh, case.first)
     nbytes = sum(moved.nbytes for moved in written)
-    seconds = sum(moved.seconds for moved in (*written, *loaded))
+    pools, forms, layouts = ("/".join(dict.fromkeys(names)) for names in zip(*used, strict=True))
     return Row(
         model=case.name,
-        dtype=_short(case.cache.layers[0].dtype),
-        pool=written[0].pool,
-        form=form,
-        layout=layout,
+        dtype=_short(case.model.dtype),
+        pools=pools if group is None else f"{group}: {pools}",
+        form=forms,
+        layout=layouts,
+        order=order,
         path="/".join(dict.fromkeys(moved.path for moved in (*written, *loaded))),
         nbytes=nbytes,
         poisoned_bytes=poisoned,
-        gb_per_s=2 * nbytes / seconds / 1e9,
         identical=same_bits(logits, case.reference),
         kl=divergence(case.reference, logits),
         recomputed=fed - case.first.numel() * STEPS,
     )
+
+
+def backwards(pages: int) -> Sequence[int]:
+    """Places of pages from the last one to the first."""
+    return range(pages)[::-1]
 
 
 def decode(model: Any, cache: Any, first: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -186,11 +226,9 @@ def decode(model: Any, cache: Any, first: torch.Tensor) -> tuple[torch.Tensor, i
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: fed.append(ids[0].numel()))
     token, steps = first, []
     try:
-        with torch.inference_mode():
-            for _ in range(STEPS):
-                logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
-                steps.append(logits)
-                token = logits.argmax(-1, keepdim=True)
+        for _ in range(STEPS):
+            steps.append(models.logits(model, token, cache)[:, -1])
+            token = steps[-1].argmax(-1, keepdim=True)
     finally:
         hook.remove()
     return torch.stack(steps), sum(fed)
@@ -198,7 +236,8 @@ def decode(model: Any, cache: Any, first: torch.Tensor) -> tuple[torch.Tensor, i
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors hold the same bytes (NaNs too)."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    one, two = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(one, two)
 
 
 def divergence(expected: torch.Tensor, got: torch.Tensor) -> float:
@@ -207,27 +246,49 @@ def divergence(expected: torch.Tensor, got: torch.Tensor) -> float:
     return float((left.exp() * (left - right)).sum())
 
 
-def flip_byte(mover: CacheMover, token: int, byte: int) -> None:
-    """Invert a byte of a token of the first sequence on the host: first component, first layer.
+@dataclass(frozen=True)
+class Flip:
+    """A byte on the host: of the first sequence's `row` (0 in pools of slots), first layer of a component.
 
-    Tokens count from the start of the sequence; those behind its last one are the padding of its tail.
+    `item`: index into the element dims of a row. It, `row` and `byte` count from the end if negative. Rows
+    behind the last one of the sequence are the padding of its tail.
     """
-    first = mover.movers[0]
-    page, inner = divmod(int(first.host_ids[token]), first.pool.page_size)
-    part = first.pool.host_layout(first.pool.page_num).parts[0]
-    steps = {axis: step for axis, _, step in part.axes}
-    first.pool.kv_buffer[part.base + page * steps["page"] + inner * steps["token"] + byte] ^= 0xFF
+
+    member: str
+    component: str
+    row: int = -1
+    byte: int = -1
+    item: tuple[int, ...] | None = None
+
+
+def last_byte(member: Member) -> Flip:
+    """The last byte of the last row of a member's first claim, where a change shows most."""
+    return Flip(member.name, member.share.claims[0].component)
+
+
+def flip_byte(mover: CacheMover, flip: Flip) -> None:
+    """Invert a byte on the host."""
+    first = next(each for each in mover.movers if each.member.name == flip.member)
+    part, pool, tensors = first.tensors.parts[flip.component], first.pool, first.tensors
+    host = pool.host_layout(pool.page_num).part(part.ident)
+    steps = {axis: step for axis, _, step in host.axes}
+    extents, dims = tensors.extents[flip.component], tensors.dims(flip.component)
+    page, row = divmod(flip.row % first.paging.rows if flip.row < 0 else flip.row, first.paging.page_size)
+    at = host.base + first.host_pages()[page] * steps["page"] + row * steps.get(tensors.row_axis, 0)
+    for dim, index in zip(dims, flip.item or (-1,) * len(dims), strict=True):
+        at += index % extents[dim] * steps[dim]
+    pool.kv_buffer[at + flip.byte % pool.program.itemsize(part.ident)] ^= 0xFF
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, columns aligned."""
-    texts = ("model", "dtype", "pool", "form", "layout", "path")
-    head = (*texts, "bytes", "poisoned bytes", "GB/s", "KL", "recomputed", "logits")
+    texts = ("model", "dtype", "pools", "layout", "order", "path")
+    head = (*texts, "bytes", "poisoned bytes", "KL", "recomputed", "logits")
     numbers = range(len(texts), len(head) - 1)
     lines = [head] + [
         (
-            *(row.model, row.dtype, row.pool, row.form, row.layout, row.path),
-            *(f"{row.nbytes:,}", f"{row.poisoned_bytes:,}", f"{row.gb_per_s:.2g}", f"{row.kl:.3g}"),
+            *(row.model, row.dtype, row.pools, row.layout, row.order, row.path),
+            *(f"{row.nbytes:,}", f"{row.poisoned_bytes:,}", f"{row.kl:.3g}"),
             *(str(row.recomputed), "identical" if row.identical else "DIFFERENT"),
         )
         for row in rows
@@ -254,28 +315,31 @@ def say(text: str) -> None:
     print(f"demo: {text}", file=sys.stderr, flush=True)
 
 
-def _programs(group: LayerGroup, turn: int) -> list[tuple[str, str]]:
-    """(form, layout) of each run: every layout once, forms in turn, shifted by `turn`."""
-    spec = pool_class(group.pool).spec
-    forms = list(spec.forms)
-    return [(forms[(at + turn) % len(forms)], layout) for at, layout in enumerate(spec.layouts)]
-
-
-def _compile(group: LayerGroup, programs: Sequence[tuple[str, str]]) -> None:
-    """Compile all programs side by side; each pool then finds its own in the cache."""
-    if group.device.type != "cpu":
-        return
-    made, start = pool_class(group.pool), time.perf_counter()
-    dtypes = {name: group.dtype for name in made.spec.dtypes}
-    units = [
-        made.sized(group.params, dtypes, {"layers": group.layers}, {}, PAGE_SIZE, layout, form).unit(
-            "atoms", 16
-        )
-        for form, layout in programs
+def _programs(first: Member, name: str, turn: int, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """(form, layout) of each run of a model: the layouts of its first pool shared out over its dtypes."""
+    spec = pool_class(first.share.pool).spec
+    forms, layouts = [*spec.forms], [*spec.layouts]
+    if name not in EVERY_LAYOUT:
+        return [(forms[turn % len(forms)], layouts[turn % len(layouts)])]
+    at = DTYPES.index(dtype)
+    return [(forms[n // len(DTYPES) % len(forms)], layout) for n, layout in enumerate(layouts)][
+        at :: len(DTYPES)
     ]
-    jit.host_libraries(units)
+
+
+def _compile(members: Sequence[Member], taken: Sequence[tuple[str, str]]) -> None:
+    """Compile all programs side by side; each pool then finds its own in the cache."""
+    if members[0].share.device.type != "cpu":
+        return
+    start = time.perf_counter()
+    programs = [
+        plan.program()
+        for form, layout in taken
+        for plan in plans(members, page_size=PAGE_SIZE, layout=layout, form=form)
+    ]
+    jit.host_libraries([program.unit("atoms", 16) for program in programs])
     if time.perf_counter() - start > 1:
-        say(f"compiled {len(programs)} programs of {group.pool} in {time.perf_counter() - start:.0f} s")
+        say(f"compiled {len(programs)} programs in {time.perf_counter() - start:.0f} s")
 
 
 def _short(dtype: torch.dtype) -> str:

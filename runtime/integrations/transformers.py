@@ -5,148 +5,42 @@ Duck-typed (see `layers`): nothing of that library is imported.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from poolwright.generated import pool_class
+from poolwright.generated import group_class
 from poolwright.runtime.errors import PoolError
-from poolwright.runtime.integrations.layers import (
-    CacheLike,
-    LayerGroup,
-    keep_books,
-    keys_and_values,
-    layer_groups,
-    rows_of,
-)
-from poolwright.runtime.integrations.paging import Axes, Paging, from_pages, poison, to_pages
-from poolwright.runtime.pool import HostPool
-from poolwright.runtime.ticket import Ticket
+from poolwright.runtime.integrations.books import Books
+from poolwright.runtime.integrations.fleet import Fleet, Sent, SideBySide
+from poolwright.runtime.integrations.grouped import Grouped
+from poolwright.runtime.integrations.layers import Holding
+from poolwright.runtime.integrations.members import CacheLike, Member, members_of, plans, taken_apart
+from poolwright.runtime.integrations.movers import MemberMover, Placing
 
-__all__ = ["CacheLike", "CacheMover", "GroupMover", "LayerGroup", "Moved", "layer_groups", "pools_for"]
+__all__ = ["CacheLike", "CacheMover", "Member", "MemberMover", "Moved", "members_of", "plans", "taken_apart"]
 
 
 @dataclass(frozen=True)
 class Moved:
-    """One transfer: pool, direction, path taken, bytes of whole pages, seconds from submission to the end."""
+    """One transfer: pool, direction, path taken, bytes of whole pages."""
 
     pool: str
     direction: str
     path: str
     nbytes: int
-    seconds: float
-
-
-def pools_for(
-    cache: CacheLike, *, page_size: int, layout: str = "page_first", form: str | None = None
-) -> tuple[tuple[LayerGroup, HostPool], ...]:
-    """A host pool for each group of layers, with room for exactly the pages that the cache fills.
-
-    `form` None: each pool's first form. The caller destroys the pools. Raises ValueError for sizes,
-    layouts and forms that a pool does not take, and PoolError; no pool is left behind then.
-    """
-    made: list[tuple[LayerGroup, HostPool]] = []
-    try:
-        for group in layer_groups(cache):
-            if page_size < 1:
-                raise ValueError(f"{group.pool}: page_size: expected at least 1, got {page_size}")
-            made.append((group, _pool_for(group, page_size, layout, form)))
-    except BaseException:
-        for _, pool in made:
-            pool.destroy()
-        raise
-    return tuple(made)
-
-
-class GroupMover:
-    """Moves the layers of one group: paged device tensors of its own, a pool, the host pages they fill."""
-
-    def __init__(self, group: LayerGroup, pool: HostPool, path: str | None) -> None:
-        self.group, self.pool = group, pool
-        self.paging = Paging(group.sequences, group.tokens, pool.page_size)
-        self.table = self.paging.table(None)
-        self.tensors: dict[str, list[torch.Tensor]] = {}
-        ids = pool.alloc(self.paging.pages * pool.page_size)
-        assert ids is not None  # the pool was made for these pages
-        self.host_ids = ids
-        self._path = path
-        self._written = False
-
-    def stage(self, layers: Sequence[Any], order: Sequence[int] | None) -> None:
-        """Copy the layers' rows into new paged tensors in the pool's form and bind them."""
-        self.table, self._written = self.paging.table(order), False
-        rows = [rows_of(self.group, layers[number]) for number in self.group.layers]
-        self.tensors = {
-            name: [to_pages(each[name], self.paging, self.table, axes) for each in rows]
-            for name, axes in self._axes().items()
-        }
-        self.pool.rebind(self.tensors)
-
-    def write_back(self) -> Moved:
-        if not self.tensors:
-            raise PoolError(f"{self.group.pool}: no cache is staged; call stage() before write_back()")
-        start = time.perf_counter()
-        ids = self.paging.token_ids(self.table)
-        moved = self._moved(self.pool.write_back(self.host_ids, ids, path=self._path), start)
-        self._written = True
-        return moved
-
-    def load(self, order: Sequence[int] | None) -> Moved:
-        if not self._written:
-            raise PoolError(f"{self.group.pool}: no page is written back; call write_back() before load()")
-        table = self.paging.table(order)
-        start = time.perf_counter()
-        ids = self.paging.token_ids(table)
-        moved = self._moved(self.pool.load(self.host_ids, ids, path=self._path), start)
-        self.table = table
-        return moved
-
-    def poison(self, layers: Sequence[Any]) -> int:
-        staged = [tensor for tensors in self.tensors.values() for tensor in tensors]
-        held = [t for number in self.group.layers for t in (layers[number].keys, layers[number].values)]
-        return sum(poison(tensor) for tensor in (*staged, *held))
-
-    def fill(self, cache: CacheLike) -> None:
-        if not self.tensors:
-            raise PoolError(f"{self.group.pool}: no cache is staged; call stage() before fill()")
-        axes = self._axes()
-        for at, number in enumerate(self.group.layers):
-            rows = {
-                name: from_pages(tensors[at], self.paging, self.table, axes[name])
-                for name, tensors in self.tensors.items()
-            }
-            keys, values = keys_and_values(self.group, rows)
-            cache.update(keys, values, number)
-            keep_books(self.group, number, cache.layers[number])
-
-    def _axes(self) -> dict[str, Axes]:
-        """Axes of each component's tensors in the pool's form."""
-        found = {}
-        spec = self.pool.spec
-        whole = {piece: dim for dim, pieces in spec.splits.items() for piece in pieces}
-        for part in spec.components:
-            dims = tuple(dict.fromkeys(whole.get(dim, dim) for dim in part.dims))
-            names = spec.forms[self.pool.form].order
-            order = [axis for name in names for axis in (dims if name == "element" else (name,))]
-            found[part.name] = Axes(dims, tuple(order))
-        return found
-
-    def _moved(self, ticket: Ticket, start: float) -> Moved:
-        ticket.wait()
-        seconds = time.perf_counter() - start
-        nbytes = self.paging.pages * self.pool.page_bytes
-        return Moved(self.group.pool, ticket.direction, ticket.path, nbytes, seconds)
 
 
 class CacheMover:
     """Takes a cache object to the host and back: stage, write_back, poison, load, fill.
 
-    The pools are built for `cache` (see `pools_for`), nothing is copied before `stage`. `path` forces a
-    transfer path. Use it in a ``with`` statement, or `close` it.
+    The pools are built for `cache`, with room for exactly the pages that it fills; nothing is copied before
+    `stage`. `page_size`: tokens of a page. `layout` and `form`: of every pool that has them (default: each
+    pool's first). `pools`: by role a pool to take where several fit. `group`: a generated group that has the
+    pools, so that one call moves them all; `names`: its pool of each member that has another name there.
+    `path` forces a transfer path. Use it in a ``with`` statement, or `close` it. Raises ValueError and
+    PoolError; no pool is left behind then.
     """
 
     def __init__(
@@ -154,56 +48,83 @@ class CacheMover:
         cache: CacheLike,
         *,
         page_size: int,
-        layout: str = "page_first",
+        layout: str | None = None,
         form: str | None = None,
+        pools: Mapping[str, str] | None = None,
+        group: str | None = None,
+        names: Mapping[str, str] | None = None,
         path: str | None = None,
     ) -> None:
-        made = pools_for(cache, page_size=page_size, layout=layout, form=form)
-        self.movers = tuple(GroupMover(group, pool, path) for group, pool in made)
+        self._pools = dict(pools or {})
+        self.members = members_of(taken_apart(cache, self._pools))
+        planned = plans(self.members, page_size=page_size, layout=layout, form=form)
+        self._fleet: Fleet
+        if group is None:
+            self._fleet = SideBySide(planned, path)
+        else:
+            self._fleet = Grouped(group_class(group), planned, page_size, names=names, path=path)
+        self._books: tuple[Books, ...] = ()
+        self._written = False
+        try:
+            self.movers = tuple(
+                MemberMover(plan, self._fleet.pools[name], self._fleet.host_ids[name])
+                for name, plan in zip((member.name for member in self.members), planned, strict=True)
+            )
+            self._fleet.bind({mover.member.name: mover.tensors.bound for mover in self.movers})
+        except BaseException:
+            self.close()
+            raise
 
-    def stage(self, cache: CacheLike, order: Sequence[int] | None = None) -> None:
-        """Copy the cache into paged device tensors: each sequence's tail padded with zeros to a whole page.
+    def stage(self, cache: CacheLike, place: Placing | None = None) -> None:
+        """Copy the cache into device tensors: each sequence's tail padded with zeros to a whole page.
 
-        `order`: the device page of each page in turn, a permutation, so all groups must fill as many
-        pages. Raises ValueError, also if the cache does not look like the one the mover was made for.
+        `place`: which place each page takes (default: as they come). Raises ValueError, also if the cache
+        does not look like the one the mover was made for.
         """
-        self._same(cache)
+        holdings = self._same(cache)
+        self._books, self._written = tuple(Books.of(held) for held in holdings), False
         for mover in self.movers:
-            mover.stage(cache.layers, order)
+            mover.stage(holdings, place)
 
     def write_back(self) -> tuple[Moved, ...]:
         """Copy the staged pages to the host and wait: one `Moved` a pool. Raises PoolError."""
-        return tuple(mover.write_back() for mover in self.movers)
+        sent = self._fleet.write_back({each.member.name: each.move("write_back()") for each in self.movers})
+        self._written = True
+        return self._finished(sent)
 
     def poison(self, cache: CacheLike) -> int:
         """Overwrite the staged tensors and the cache's own with 0xFF; returns how many bytes."""
-        self._same(cache)
-        return sum(mover.poison(cache.layers) for mover in self.movers)
+        holdings = self._same(cache)
+        return sum(mover.poison(holdings) for mover in self.movers)
 
-    def load(self, order: Sequence[int] | None = None) -> tuple[Moved, ...]:
-        """Copy the host pages to the staged tensors and wait; `order` as in `stage`, maybe another."""
-        return tuple(mover.load(order) for mover in self.movers)
+    def load(self, order: str = "bulk", place: Placing | None = None) -> tuple[Moved, ...]:
+        """Copy the host pages to the staged tensors and wait; `place` as in `stage`, maybe another."""
+        return self._finished(self._submit_load(order, place))
 
     def fill(self, fresh: CacheLike) -> None:
         """Put what the staged tensors hold into a cache object that has seen no token.
 
-        Its layers count as many seen tokens as the first cache's did. Raises ValueError for a cache that
-        is not fresh or whose layers are of another kind.
+        Its layers end up with everything that the first cache's layers had. Raises ValueError for a cache
+        that is not fresh or whose layers are of another kind; PoolError when nothing is staged.
         """
-        numbers = {number for mover in self.movers for number in mover.group.layers}
-        for number, layer in enumerate(fresh.layers):
-            if number in numbers and int(layer.get_seq_length()) != 0:
-                raise ValueError(
-                    f"layer {number} of the cache to fill has seen {int(layer.get_seq_length())} tokens, "
-                    f"expected none; hand over a new cache object"
-                )
-        for mover in self.movers:
-            mover.fill(fresh)
+        layers = self._layers_of(fresh)
+        for number, layer in enumerate(layers):
+            self._fill(number, layer)
+
+    def load_and_fill(self, fresh: CacheLike, place: Placing | None = None) -> tuple[Moved, ...]:
+        """`load` in the order of layers over all pools, and `fill` each layer as soon as it has arrived."""
+        layers = self._layers_of(fresh)
+        sent = self._submit_load("layer", place)
+        for number, layer in enumerate(layers):
+            for mover in self.movers:
+                if number in mover.member.layers:
+                    sent[mover.member.name].ticket.wait_layer(number)
+            self._fill(number, layer)
+        return self._finished(sent)
 
     def close(self) -> None:
         """Give the pools' memory back. Again: nothing happens."""
-        for mover in self.movers:
-            mover.pool.destroy()
+        self._fleet.destroy()
 
     def __enter__(self) -> CacheMover:
         return self
@@ -216,25 +137,51 @@ class CacheMover:
     ) -> None:
         self.close()
 
-    def _same(self, cache: CacheLike) -> None:
-        made_for = tuple(mover.group for mover in self.movers)
-        found = layer_groups(cache)
-        if found != made_for:
+    def _submit_load(self, order: str, place: Placing | None) -> dict[str, Sent]:
+        if not self._written:
+            raise PoolError("no page is written back; call write_back() before load()")
+        for mover in self.movers:
+            mover.place(place)
+        return self._fleet.load({each.member.name: each.move("load()") for each in self.movers}, order)
+
+    def _finished(self, sent: Mapping[str, Sent]) -> tuple[Moved, ...]:
+        """What each member moved, after the end of it."""
+        found = []
+        for mover in self.movers:
+            ticket, path = sent[mover.member.name]
+            ticket.wait()
+            nbytes = mover.paging.pages * mover.pool.page_bytes
+            found.append(Moved(mover.member.share.pool, ticket.direction, path, nbytes))
+        return tuple(found)
+
+    def _fill(self, number: int, layer: object) -> None:
+        books = self._books[number]
+        tensors = books.blank()
+        for mover in self.movers:
+            if number in mover.member.layers:
+                mover.restore(number, tensors)
+        books.into(number, layer, tensors, self._pools)
+
+    def _layers_of(self, fresh: Any) -> Sequence[Any]:
+        """The layers of a cache to fill, made where it makes them when they are first used."""
+        if not self._books:
+            raise PoolError("no cache is staged; call stage() before fill()")
+        make = getattr(fresh, "layer_class_to_replicate", None)
+        while make is not None and len(fresh.layers) < len(self._books):
+            fresh.layers.append(make())
+        found = taken_apart(fresh, self._pools)
+        if len(found) != len(self._books):
+            raise ValueError(f"the cache to fill has {len(found)} layers, expected {len(self._books)}")
+        for held, books in zip(found, self._books, strict=True):
+            books.check_fresh(held)
+        layers: Sequence[Any] = fresh.layers
+        return layers
+
+    def _same(self, cache: CacheLike) -> tuple[Holding, ...]:
+        holdings = taken_apart(cache, self._pools)
+        found = members_of(holdings)
+        if found != self.members:
             raise ValueError(
-                f"this mover was made for {made_for}, got a cache of {found}; make another mover"
+                f"this mover was made for {self.members}, got a cache of {found}; make another mover"
             )
-
-
-def _pool_for(group: LayerGroup, page_size: int, layout: str, form: str | None) -> HostPool:
-    made = pool_class(group.pool)
-    arguments: dict[str, Any] = dict(
-        **group.params,
-        dtype=group.dtype,
-        layers=group.layers,
-        page_size=page_size,
-        layout=layout,
-        form=next(iter(made.spec.forms)) if form is None else form,
-        capacity_pages=Paging(group.sequences, group.tokens, page_size).pages,
-        device=group.device,
-    )
-    return made(**arguments)
+        return holdings

@@ -94,7 +94,7 @@ def sizes(pool_class: type[HostPool], words: Sequence[str]) -> Sample:
         raise package.PackageError(f"--set {wrong}: expected name=value, for example --set page_size=64")
     given = {name: value for name, _, value in pairs}
     params = {p.name: p for p in spec.params if p.equals is None}
-    lists = ("layers", *spec.layer_lists)
+    lists = tuple(dict.fromkeys(("layers", *spec.layer_lists)))
     paged = ("page_size",) if takes_page_size(pool_class) else ()
     known = [*params, *lists, *paged, *spec.dtypes, *spec.variants]
     for name in given:

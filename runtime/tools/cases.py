@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,13 @@ import torch
 from poolwright.runtime.description import HostLayout, PageRanges
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.staging import slots_of
 from poolwright.runtime.tools import oracle
 from poolwright.runtime.tools.samples import Sample, arguments, takes_page_size
 
 COUNTS = (1, 63, 64, 65, 128, 129)
 HOST_PAGES, DEVICE_PAGES = 131, 137
 STAGING_PAGES = 7
-MEMORY_PAGE = 4096
 LANES, IN_FLIGHT = 3 * 32, 8
 """Of a launch on the CPU twin: lanes, and vectors that each moves in one round."""
 
@@ -74,7 +73,7 @@ class Bench:
     ) -> None:
         given: dict[str, Any] = {**arguments(pool_class, sample), "form": form, "layout": layout}
         page = pool_class.required_bytes(**given, capacity_pages=1)  # type: ignore[attr-defined]
-        given["staging_bytes"] = pool_class.STAGING_SLOTS * STAGING_PAGES * page.host
+        given["staging_bytes"] = slots_of(pool_class.spec.updates == "in_place") * STAGING_PAGES * page.host
         self.required = pool_class.required_bytes(**given, capacity_pages=HOST_PAGES)  # type: ignore[attr-defined]
         self._watch(pool_class(**given, capacity_pages=HOST_PAGES, device=device), sample)
         self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
@@ -240,8 +239,9 @@ class Bench:
             unit, dtype = next(turn)
             yield Case(direction, path, unit, *self.ids(count), dtype=dtype)
         if self.pool.device.type != "cpu":
+            unit = "token" if self.pool.program.tokens else "page"
             for direction, path, count in itertools.product(("write_back", "load"), paths, COUNTS[::2]):
-                yield Case(direction, path, "token", *self.ids(count), on_device=True)
+                yield Case(direction, path, unit, *self.ids(count), on_device=True)
 
     def _runs(self, paths: Sequence[str]) -> Iterator[Case]:
         """Neighbours on one side or both, and runs that end at the last page."""
@@ -361,7 +361,7 @@ class Bench:
         size = self.pool.page_size if case.unit == "token" else 1
         pages = host_ids.long() // size, device_ids.long() // size
         tokens = host_ids.long() % size, device_ids.long() % size
-        first_only = case.layers is not None and self.pool.layers[0] not in case.layers
+        first_only = case.layers is not None and not {*self.pool.layers[:1]} <= {*case.layers}
         for at in self.host.bytes:
             there = self._places[at.name]
             by_token = case.unit == "token" and "token" in at.axes
@@ -393,13 +393,8 @@ class Bench:
                     f"{case.label}: {side} byte {at} ({place}): expected {int(expected[at]):#04x}, "
                     f"got {int(here[at]):#04x}"
                 )
-        return "" if self._tail() else f"{case.label}: bytes behind the host buffer were written"
-
-    def _tail(self) -> bool:
-        """Whether the rest of the last memory page is untouched."""
-        end = self.pool.kv_buffer.data_ptr() + self.host.nbytes
-        rest = -end % MEMORY_PAGE
-        return self.host.nbytes == 0 or ctypes.string_at(end, rest) == bytes(rest)
+        broken = self.pool.overwritten_guard()
+        return f"{case.label}: {broken}" if broken else ""
 
     def _bytes(self, count: int) -> torch.Tensor:
         words = torch.empty(count // 8 + 1, dtype=torch.int64).random_(generator=self._random)

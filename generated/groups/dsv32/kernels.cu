@@ -92,11 +92,12 @@ PW_KERNEL load_tokens(
 PW_KERNEL load_layer_pages(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_kv(if (kv_ids.count != 0) kv::move_step_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.steps + n * kv::columns);)
-    ONLY_indexer(if (indexer_ids.count != 0) indexer::move_step_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.steps + n * indexer::columns);)
-    pw::arrive(done, n);
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_kv(if (kv_ids.count != 0) kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.turn(n, kv::columns, now));)
+    ONLY_indexer(if (indexer_ids.count != 0) indexer::move_steps_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.turn(n, indexer::columns, now));)
+    pw::arrive(done, n, now);
   }
 }
 #endif
@@ -105,11 +106,12 @@ PW_KERNEL load_layer_pages(
 PW_KERNEL load_layer_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_kv(if (kv_ids.by_token) kv::move_step_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.steps + n * kv::columns); else if (kv_ids.count != 0) kv::move_step_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.steps + n * kv::columns);)
-    ONLY_indexer(if (indexer_ids.count != 0) indexer::move_step_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.steps + n * indexer::columns);)
-    pw::arrive(done, n);
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_kv(if (kv_ids.by_token) kv::move_steps_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.turn(n, kv::columns, now)); else if (kv_ids.count != 0) kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.turn(n, kv::columns, now));)
+    ONLY_indexer(if (indexer_ids.count != 0) indexer::move_steps_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.turn(n, indexer::columns, now));)
+    pw::arrive(done, n, now);
   }
 }
 #endif

@@ -15,7 +15,6 @@ from ...pools.dsa_indexer.pool import DSAIndexerPoolHost
 from ...pools.dsv4_paged.pool import DeepSeekV4PagedHostPool
 from ...pools.dsv4_state.pool import DeepSeekV4StateHostPool
 from ...pools.logical.pool import LogicalHostPool
-from ...pools.mla.pool import MLATokenToKVPoolHost
 
 __all__ = ["Dsv4HostPoolGroup"]
 
@@ -27,12 +26,17 @@ class KvArguments(TypedDict):
     form: NotRequired[str]
 
 
-class SwaArguments(TypedDict):
-    """What swa, a pool mla, is built with."""
+class WindowArguments(TypedDict):
+    """What window, a pool logical, is built with."""
 
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    dtype: torch.dtype
+    layout: NotRequired[str]
+    form: NotRequired[str]
+
+
+class SwaArguments(TypedDict):
+    """What swa, a pool dsv4_paged, is built with. Takes the ids of window."""
+
+    format: str
     layout: NotRequired[str]
     form: NotRequired[str]
 
@@ -63,7 +67,7 @@ class C128Arguments(TypedDict):
 
 
 class C4StateArguments(TypedDict):
-    """What c4_state, a pool dsv4_state, is built with. Takes the ids of swa."""
+    """What c4_state, a pool dsv4_state, is built with. Takes the ids of window."""
 
     head_dim: int
     ring: int
@@ -73,7 +77,7 @@ class C4StateArguments(TypedDict):
 
 
 class IndexerStateArguments(TypedDict):
-    """What indexer_state, a pool dsv4_state, is built with. Takes the ids of swa."""
+    """What indexer_state, a pool dsv4_state, is built with. Takes the ids of window."""
 
     head_dim: int
     ring: int
@@ -88,23 +92,25 @@ SPEC = GroupSpec(
     anchor="kv",
     members={
         "kv": MemberSpec(LogicalHostPool),
-        "swa": MemberSpec(MLATokenToKVPoolHost, layers={"layers": "window_layers"}, hit="trailing_pages", restore_with="kv"),
+        "window": MemberSpec(LogicalHostPool, hit="trailing_pages", restore_with="kv"),
+        "swa": MemberSpec(DeepSeekV4PagedHostPool, layers={"layers": "window_layers"}, index="window", restore_with="window", params={"ratio": ((), lambda: 1)}),
         "c4": MemberSpec(DeepSeekV4PagedHostPool, layers={"layers": "c4_layers"}, index="kv", params={"ratio": ((), lambda: 4)}),
         "c4_indexer": MemberSpec(DSAIndexerPoolHost, layers={"layers": "c4_layers"}, index="kv", restore_with="c4", params={"ratio": ((), lambda: 4)}),
         "c128": MemberSpec(DeepSeekV4PagedHostPool, layers={"layers": "c128_layers"}, index="kv", params={"ratio": ((), lambda: 128)}),
-        "c4_state": MemberSpec(DeepSeekV4StateHostPool, layers={"layers": "c4_layers"}, index="swa", hit="trailing_pages", restore_with="swa", params={"overlap": ((), lambda: 1)}),
-        "indexer_state": MemberSpec(DeepSeekV4StateHostPool, layers={"layers": "c4_layers"}, index="swa", hit="trailing_pages", restore_with="swa", params={"overlap": ((), lambda: 1)}),
+        "c4_state": MemberSpec(DeepSeekV4StateHostPool, layers={"layers": "c4_layers"}, index="window", restore_with="swa", params={"overlap": ((), lambda: 1)}),
+        "indexer_state": MemberSpec(DeepSeekV4StateHostPool, layers={"layers": "c4_layers"}, index="window", restore_with="swa", params={"overlap": ((), lambda: 1)}),
     },
     budget={
         "kv": 0.01,
+        "window": 0.01,
         "swa": 0.2,
         "c4": 0.45,
-        "c4_indexer": 0.2,
+        "c4_indexer": 0.19,
         "c128": 0.04,
         "c4_state": 0.05,
         "indexer_state": 0.05,
     },
-    parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens", "load_layer_pages", "load_layer_tokens"),
+    parts=("write_back_pages", "load_pages", "load_layer_pages"),
 )
 
 
@@ -113,7 +119,8 @@ class Dsv4HostPoolGroup(HostPoolGroup):
 
     spec = SPEC
     kv: LogicalHostPool
-    swa: MLATokenToKVPoolHost
+    window: LogicalHostPool
+    swa: DeepSeekV4PagedHostPool
     c4: DeepSeekV4PagedHostPool
     c4_indexer: DSAIndexerPoolHost
     c128: DeepSeekV4PagedHostPool
@@ -127,6 +134,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         c4_layers: Iterable[int],
         c128_layers: Iterable[int],
         kv: KvArguments | None = None,
+        window: WindowArguments | None = None,
         swa: SwaArguments | None = None,
         c4: C4Arguments | None = None,
         c4_indexer: C4IndexerArguments | None = None,
@@ -147,7 +155,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         super().__init__(
             sizes={},
             layers={"window_layers": window_layers, "c4_layers": c4_layers, "c128_layers": c128_layers},
-            members={"kv": kv, "swa": swa, "c4": c4, "c4_indexer": c4_indexer, "c128": c128, "c4_state": c4_state, "indexer_state": indexer_state},
+            members={"kv": kv, "window": window, "swa": swa, "c4": c4, "c4_indexer": c4_indexer, "c128": c128, "c4_state": c4_state, "indexer_state": indexer_state},
             page_size=page_size,
             layout=layout,
             capacity_bytes=capacity_bytes,
@@ -168,6 +176,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         c4_layers: Iterable[int],
         c128_layers: Iterable[int],
         kv: KvArguments | None = None,
+        window: WindowArguments | None = None,
         swa: SwaArguments | None = None,
         c4: C4Arguments | None = None,
         c4_indexer: C4IndexerArguments | None = None,
@@ -186,7 +195,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         return cls._required_bytes(
             sizes={},
             layers={"window_layers": window_layers, "c4_layers": c4_layers, "c128_layers": c128_layers},
-            members={"kv": kv, "swa": swa, "c4": c4, "c4_indexer": c4_indexer, "c128": c128, "c4_state": c4_state, "indexer_state": indexer_state},
+            members={"kv": kv, "window": window, "swa": swa, "c4": c4, "c4_indexer": c4_indexer, "c128": c128, "c4_state": c4_state, "indexer_state": indexer_state},
             page_size=page_size,
             layout=layout,
             capacity_bytes=capacity_bytes,

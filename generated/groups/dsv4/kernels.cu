@@ -4,24 +4,22 @@
 
 #define PW_GROUP
 
-// swa: pool mla
+// swa: pool dsv4_paged
 #ifdef PW_PROGRAM_OF_swa
 #define ONLY_swa(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_swa
-#define PW_kv_lora_rank PW_kv_lora_rank_OF_swa
-#define PW_qk_rope_head_dim PW_qk_rope_head_dim_OF_swa
+#define PW_ratio PW_ratio_OF_swa
+#define PW_rows PW_rows_OF_swa
 #define PW_page_size PW_page_size_OF_swa
 #define PW_layers PW_layers_OF_swa
-#define PW_itemsize_kv PW_itemsize_kv_OF_swa
 namespace swa {
-#include "../../pools/mla/kernels.cu"
+#include "../../pools/dsv4_paged/kernels.cu"
 }  // namespace swa
 #undef PW_PROGRAM
-#undef PW_kv_lora_rank
-#undef PW_qk_rope_head_dim
+#undef PW_ratio
+#undef PW_rows
 #undef PW_page_size
 #undef PW_layers
-#undef PW_itemsize_kv
 #else
 #define ONLY_swa(...)
 #endif
@@ -173,42 +171,6 @@ PW_KERNEL load_pages(
 #endif
 
 #if !defined(PW_PART) || PW_PART == 3
-PW_KERNEL write_back_tokens(
-    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
-    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
-    ONLY_c4_indexer(PW_PARAM c4_indexer::View c4_indexer_view, PW_PARAM pw::Ids c4_indexer_ids,)
-    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
-    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
-    ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_swa(if (swa_ids.by_token) swa::move_tokens<pw::WriteBack>(swa_view, swa_ids.tokens(), swa_ids.count); else swa::move_pages<pw::WriteBack>(swa_view, swa_ids.pages(few), swa_ids.count);)
-  ONLY_c4(c4::move_pages<pw::WriteBack>(c4_view, c4_ids.pages(few), c4_ids.count);)
-  ONLY_c4_indexer(c4_indexer::move_pages<pw::WriteBack>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count);)
-  ONLY_c128(c128::move_pages<pw::WriteBack>(c128_view, c128_ids.pages(few), c128_ids.count);)
-  ONLY_c4_state(c4_state::move_pages<pw::WriteBack>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count);)
-  ONLY_indexer_state(indexer_state::move_pages<pw::WriteBack>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 4
-PW_KERNEL load_tokens(
-    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
-    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
-    ONLY_c4_indexer(PW_PARAM c4_indexer::View c4_indexer_view, PW_PARAM pw::Ids c4_indexer_ids,)
-    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
-    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
-    ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_swa(if (swa_ids.by_token) swa::move_tokens<pw::Load>(swa_view, swa_ids.tokens(), swa_ids.count); else swa::move_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count);)
-  ONLY_c4(c4::move_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count);)
-  ONLY_c4_indexer(c4_indexer::move_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count);)
-  ONLY_c128(c128::move_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count);)
-  ONLY_c4_state(c4_state::move_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count);)
-  ONLY_indexer_state(indexer_state::move_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 5
 PW_KERNEL load_layer_pages(
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
     ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
@@ -216,36 +178,16 @@ PW_KERNEL load_layer_pages(
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
     ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_swa(if (swa_ids.count != 0) swa::move_step_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.steps + n * swa::columns);)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_step_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.steps + n * c4::columns);)
-    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) c4_indexer::move_step_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.steps + n * c4_indexer::columns);)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_step_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.steps + n * c128::columns);)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_step_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.steps + n * c4_state::columns);)
-    ONLY_indexer_state(if (indexer_state_ids.count != 0) indexer_state::move_step_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.steps + n * indexer_state::columns);)
-    pw::arrive(done, n);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
-PW_KERNEL load_layer_tokens(
-    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
-    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
-    ONLY_c4_indexer(PW_PARAM c4_indexer::View c4_indexer_view, PW_PARAM pw::Ids c4_indexer_ids,)
-    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
-    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
-    ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    ONLY_swa(if (swa_ids.by_token) swa::move_step_tokens<pw::Load>(swa_view, swa_ids.tokens(), swa_ids.count, swa_ids.steps + n * swa::columns); else if (swa_ids.count != 0) swa::move_step_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.steps + n * swa::columns);)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_step_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.steps + n * c4::columns);)
-    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) c4_indexer::move_step_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.steps + n * c4_indexer::columns);)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_step_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.steps + n * c128::columns);)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_step_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.steps + n * c4_state::columns);)
-    ONLY_indexer_state(if (indexer_state_ids.count != 0) indexer_state::move_step_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.steps + n * indexer_state::columns);)
-    pw::arrive(done, n);
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_swa(if (swa_ids.count != 0) swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.turn(n, swa::columns, now));)
+    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
+    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) c4_indexer::move_steps_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.turn(n, c4_indexer::columns, now));)
+    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
+    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
+    ONLY_indexer_state(if (indexer_state_ids.count != 0) indexer_state::move_steps_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.turn(n, indexer_state::columns, now));)
+    pw::arrive(done, n, now);
   }
 }
 #endif

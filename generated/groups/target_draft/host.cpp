@@ -45,9 +45,9 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
   ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
   const pw::Few& few = *(const pw::Few*)params[0];
-  const u32 steps = *(const u32*)params[1];
-  u32* const done = *(u32**)params[2];
-  pw::each_lane(grid, block, [&] { load_layer_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, done); });
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { load_layer_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, window, done); });
 }
 
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
@@ -56,7 +56,7 @@ PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
   ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
   const pw::Few& few = *(const pw::Few*)params[0];
-  const u32 steps = *(const u32*)params[1];
-  u32* const done = *(u32**)params[2];
-  pw::each_lane(grid, block, [&] { load_layer_tokens(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, done); });
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { load_layer_tokens(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, window, done); });
 }

@@ -63,13 +63,13 @@ PW_BODY void move_conv_pages(const View& view, const pw::PageIds& ids, const u32
   }
 }
 
-// temporal, one layer, one page an id.
+// temporal, one layer a step, one page an id.
 template <class Way>
-PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32 layer) {
+PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Column& steps) {
   typedef pw::Vector<vector_temporal_layer_pages> Vector;
   constexpr u32 vectors = u32(atom_temporal_layer_pages / vector_temporal_layer_pages);
   constexpr u32 runs = u32(runs_temporal_layer_pages);
-  const u32 total = count * runs * vectors;
+  const u32 total = steps.count * count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
     char* to[pw::in_flight];
@@ -78,8 +78,9 @@ PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids,
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
-      const u32 id = at / pw::divisor(i64(runs) * vectors);
-      if (ids.device(id) == pw::skipped) continue;
+      const u32 turn = at / pw::divisor(i64(runs) * vectors), id = turn % count;
+      const u32 layer = steps.number(turn / count);
+      if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_temporal_layer_pages(view, ids.host(id), ids.device(id), layer, at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
@@ -92,13 +93,13 @@ PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids,
   }
 }
 
-// conv, one layer, one page an id.
+// conv, one layer a step, one page an id.
 template <class Way>
-PW_BODY void move_conv_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32 layer) {
+PW_BODY void move_conv_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Column& steps) {
   typedef pw::Vector<vector_conv_layer_pages> Vector;
   constexpr u32 vectors = u32(atom_conv_layer_pages / vector_conv_layer_pages);
   constexpr u32 runs = u32(runs_conv_layer_pages);
-  const u32 total = count * runs * vectors;
+  const u32 total = steps.count * count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
     char* to[pw::in_flight];
@@ -107,8 +108,9 @@ PW_BODY void move_conv_layer_pages(const View& view, const pw::PageIds& ids, con
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
-      const u32 id = at / pw::divisor(i64(runs) * vectors);
-      if (ids.device(id) == pw::skipped) continue;
+      const u32 turn = at / pw::divisor(i64(runs) * vectors), id = turn % count;
+      const u32 layer = steps.number(turn / count);
+      if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_layer_pages(view, ids.host(id), ids.device(id), layer, at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
@@ -128,13 +130,11 @@ PW_FN void move_pages(const View& view, const pw::PageIds& ids, const u32 count)
   move_conv_pages<Way>(view, ids, count);
 }
 
-// One step in layer order, one page an id; `at`: the position in layers.
+// Steps in layer order, one page an id; columns: the position in layers.
 template <class Way>
-PW_FN void move_step_pages(const View& view, const pw::PageIds& ids, const u32 count, const u32* at) {
-  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
-    move_temporal_layer_pages<Way>(view, ids, count, layer);
-    move_conv_layer_pages<Way>(view, ids, count, layer);
-  }
+PW_FN void move_steps_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Steps& steps) {
+  move_temporal_layer_pages<Way>(view, ids, count, steps.column(0));
+  move_conv_layer_pages<Way>(view, ids, count, steps.column(0));
 }
 
 // Numbers of a step in layer order: the position in layers.
@@ -155,10 +155,11 @@ PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few 
 #endif
 
 #if !defined(PW_PART) || PW_PART == 3
-PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32* done) {
-  for (u32 n = 0; n < steps; ++n) {
-    move_step_pages<pw::Load>(view, ids.pages(few), ids.count, ids.steps + n * columns);
-    pw::arrive(done, n);
+PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.turn(n, columns, now));
+    pw::arrive(done, n, now);
   }
 }
 #endif

@@ -144,18 +144,18 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Ids& ids = *(const pw::Ids*)params[1];
   const pw::Few& few = *(const pw::Few*)params[2];
-  const u32 steps = *(const u32*)params[3];
-  u32* const done = *(u32**)params[4];
-  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, done); });
+  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
+  u32* const done = *(u32**)params[5];
+  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, window, done); });
 }
 
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Ids& ids = *(const pw::Ids*)params[1];
   const pw::Few& few = *(const pw::Few*)params[2];
-  const u32 steps = *(const u32*)params[3];
-  u32* const done = *(u32**)params[4];
-  pw::each_lane(grid, block, [&] { load_layer_tokens(view, ids, few, steps, done); });
+  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
+  u32* const done = *(u32**)params[5];
+  pw::each_lane(grid, block, [&] { load_layer_tokens(view, ids, few, steps, window, done); });
 }
 
 #endif  // PW_LANES

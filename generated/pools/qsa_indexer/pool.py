@@ -118,7 +118,7 @@ SPEC = PoolSpec(
         Param("ratio", min=1),
     ),
     dtypes={
-        "key": ("bfloat16", "float16", "float8_e4m3fn", "uint8"),
+        "key": ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"),
     },
     components=(
         Component("key", "key", dims=("entry", "dim"), group="key", token=False),

@@ -22,7 +22,6 @@ struct Lane {
 };
 static thread_local Lane current_lane = {0, 1, 1};
 
-PW_FN u32 number(const u32* at) { return *at; }
 PW_FN u32 lane() { return current_lane.index; }
 PW_FN u32 lanes() { return current_lane.count; }
 
@@ -33,9 +32,10 @@ template <typename T> PW_FN T fetch(const char* at) {
 }
 template <typename T> PW_FN void store(char* at, const T& v) { memcpy(at, &v, sizeof(T)); }
 
-// Lanes run one after the other: a block is done with step `n` when its last lane is.
-PW_FN void arrive(u32* done, u32 n) {
-  if (done != nullptr && current_lane.index % current_lane.block == current_lane.block - 1) done[n] += 1;
+// Lanes run one after the other, and a block counts as one warp: it is done when its last lane is.
+PW_FN void arrive(u32* done, u32 first, u32 steps) {
+  if (done == nullptr || current_lane.index % current_lane.block != current_lane.block - 1) return;
+  for (u32 n = 0; n < steps; ++n) done[first + n] += 1;
 }
 
 template <typename Body> static inline void each_lane(u32 grid, u32 block, Body body) {

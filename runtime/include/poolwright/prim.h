@@ -61,7 +61,10 @@ template <> struct vector_of<16> { typedef u128 type; };
 template <i64 bytes> using Vector = typename vector_of<bytes>::type;
 
 // Loads a thread has in flight before it stores: a read over the link takes about a microsecond.
-static constexpr u32 in_flight = 8;
+#ifndef PW_IN_FLIGHT
+#define PW_IN_FLIGHT 8
+#endif
+static constexpr u32 in_flight = PW_IN_FLIGHT;
 
 // One run that is contiguous on both sides.
 struct Run {
@@ -77,6 +80,15 @@ struct Load {
   static PW_FN const char* from(const Run& run) { return run.host; }
   static PW_FN char* to(const Run& run) { return run.device; }
 };
+
+PW_FN u32 fewer(u32 a, u32 b) { return a < b ? a : b; }
+
+// One number of a step: every thread reads it.
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+PW_FN u32 number(const u32* at) { return __ldg(at); }
+#else
+PW_FN u32 number(const u32* at) { return *at; }
+#endif
 
 // An id that stands for nothing: checks on the device put it where they found a wrong one.
 static constexpr u32 skipped = 0xffffffffu;
@@ -111,6 +123,28 @@ struct Few {
   u32 at[256];
 };
 
+// What some steps of a load in layer order say of one layer list: the position of each, or `skipped`.
+struct Column {
+  const u32* at;
+  u32 stride;  // numbers from one step to the next
+  u32 count;
+  PW_FN u32 number(u32 step) const { return pw::number(at + step * stride); }
+  PW_FN bool any() const {
+    for (u32 step = 0; step < count; ++step) {
+      if (number(step) != skipped) return true;
+    }
+    return false;
+  }
+};
+
+// Steps of a load in layer order that are moved together.
+struct Steps {
+  const u32* at;
+  u32 columns;
+  u32 count;
+  PW_FN Column column(u32 n) const { return {at + n, columns, count}; }
+};
+
 // Ids of one pool in a launch, as they stand in the parameters.
 struct Ids {
   u32 count;     // 0: the pool has nothing in this launch
@@ -126,12 +160,10 @@ struct Ids {
     return few ? PageIds{list.at + few - 1, list.at + few - 1 + count} : PageIds{host_ids, device_ids};
   }
   PW_FN TokenIds tokens() const { return {host_ids, device_ids, memory, step, wide}; }
+  PW_FN Steps turn(u32 first, u32 columns, u32 count) const { return {steps + first * columns, columns, count}; }
 };
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-
-// One number of a step: every thread reads it.
-PW_FN u32 number(const u32* at) { return __ldg(at); }
 
 PW_FN u32 lane() { return blockIdx.x * blockDim.x + threadIdx.x; }
 PW_FN u32 lanes() { return gridDim.x * blockDim.x; }
@@ -154,13 +186,13 @@ template <> PW_FN void store<u128>(char* at, const u128& v) {
                : "memory");
 }
 
-// Counts this block as done with step `n`; whoever waits for gridDim.x of them sees all its stores.
-PW_FN void arrive(u32* done, u32 n) {
-  __syncthreads();
-  if (done != nullptr && threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(done + n, 1u);
-  }
+// Counts this warp as done with `steps` steps from `first` on; whoever waits for all warps sees all their stores.
+// Warps do not wait for each other: while one is behind, the others keep the link busy.
+PW_FN void arrive(u32* done, u32 first, u32 steps) {
+  if (done == nullptr) return;
+  __syncwarp();  // the fence of each lane covers what the others have stored
+  __threadfence();
+  for (u32 n = threadIdx.x % warpSize; n < steps; n += warpSize) atomicAdd(done + first + n, 1u);
 }
 
 #endif

@@ -1,0 +1,126 @@
+"""What a transfer costs: work and a few constants in, predicted seconds of each path out.
+
+The constants belong to a device and its link. Those of `DEFAULTS` were measured once; `tune` measures them
+for the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+BACKGROUND_PATIENCE = 1.5
+"""A transfer in the background may take so many times as long, if it leaves the SMs to others for it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is moved: ``write_back`` or ``load``, bytes of one range, ranges, bytes in all.
+
+    `merged`: ranges that are neighbours on the host and copied as one, on average. `slot_bytes`: what a slot
+    of staging memory holds. `qos`: ``background``, ``urgent`` or None.
+    """
+
+    direction: str
+    range_bytes: int
+    ranges: int
+    total: int
+    layered: bool = False
+    in_place: bool = False
+    whole_pages: bool = True
+    merged: int = 1
+    slot_bytes: int = 32 << 20
+    qos: str | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants of one direction: times in seconds, rates in bytes a second.
+
+    `direct_start`, `direct_rate`: kernels over the link. `staged_start`: before the first byte; `chunk`: what
+    each chunk adds; `relayout_rate`: kernels between device rows and staging memory, which overlap with
+    copies except for one chunk; `link_rate`, `copy`: the copy engine, and the least time that a copy takes.
+    `submit_direct`, `submit_chunk`, `submit_copy`: the CPU's part.
+    """
+
+    direct_start: float
+    direct_rate: float
+    staged_start: float
+    chunk: float
+    relayout_rate: float
+    link_rate: float
+    copy: float
+    submit_direct: float
+    submit_chunk: float
+    submit_copy: float
+
+    def chunks(self, nbytes: int) -> int:
+        """Into how many chunks so many bytes are best cut: more cost more, fewer overlap less."""
+        return max(1, round(math.sqrt(nbytes / self.relayout_rate / self.chunk)))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Constants of both directions; `source`: where they come from."""
+
+    write_back: Rates
+    load: Rates
+    source: str
+
+    def of(self, direction: str) -> Rates:
+        return self.write_back if direction == "write_back" else self.load
+
+
+DEFAULTS = Costs(
+    write_back=Rates(
+        direct_start=4.4e-6,
+        direct_rate=52.0e9,
+        staged_start=14.1e-6,
+        chunk=2.0e-6,
+        relayout_rate=1.72e12,
+        link_rate=55.1e9,
+        copy=0.37e-6,
+        submit_direct=100e-6,
+        submit_chunk=53e-6,
+        submit_copy=0.6e-6,
+    ),
+    load=Rates(
+        direct_start=6.2e-6,
+        direct_rate=50.8e9,
+        staged_start=8.0e-6,
+        chunk=4.9e-6,
+        relayout_rate=0.90e12,
+        link_rate=55.3e9,
+        copy=0.37e-6,
+        submit_direct=100e-6,
+        submit_chunk=53e-6,
+        submit_copy=0.6e-6,
+    ),
+    source="an H200 behind PCIe Gen5 x16 (benchmarks/fit_costs.py on the headline grid)",
+)
+
+
+def predict(path: str, work: Work, costs: Costs) -> float | None:
+    """Seconds that `work` takes by this path, on a device that does nothing else; None: nothing is known.
+
+    The CPU's part counts only for what is urgent: other work of the device hides it.
+    """
+    if path not in ("zero_copy", "staged"):
+        return None
+    rates = costs.of(work.direction)
+    device, cpu = (_direct if path == "zero_copy" else _staged)(work, rates)
+    return max(device, cpu) if work.qos == "urgent" else device
+
+
+def _direct(work: Work, rates: Rates) -> tuple[float, float]:
+    """Seconds of the device and of the CPU."""
+    return rates.direct_start + work.total / rates.direct_rate, rates.submit_direct
+
+
+def _staged(work: Work, rates: Rates) -> tuple[float, float]:
+    chunks = max(rates.chunks(work.total), -(-work.total // max(work.slot_bytes, 1)))
+    copies = max(-(-work.ranges // work.merged), chunks)
+    moving = max(work.total / rates.link_rate, copies * rates.copy)
+    first = work.total / chunks / rates.relayout_rate
+    device = rates.staged_start + chunks * rates.chunk + first + moving
+    return device, chunks * rates.submit_chunk + copies * rates.submit_copy

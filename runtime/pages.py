@@ -1,0 +1,326 @@
+"""Pages of a pool as bytes: where they lie, and copies of them. What storage and transports ask a pool for.
+
+A page is a row of *objects*, its contiguous ranges, in the order in which they lie in the host buffer.
+Metadata, flat pages and key suffixes all have this order. Another layout or page size has other objects
+and another format tag; capacity and slot change neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, NoReturn, overload
+
+import torch
+
+from poolwright.runtime.description import HostPart, PoolSpec
+from poolwright.runtime.indexing import host_view
+from poolwright.runtime.program import SizedProgram
+
+Index = int | torch.Tensor | Iterable[int]
+"""A page: the id of its first token (int or 0-dim tensor), or all its ids in order."""
+
+
+class Span(NamedTuple):
+    """A contiguous range of every page: of page p the `nbytes` bytes from ``start + p * nbytes`` on.
+
+    `name`: the component, or ``page`` for a range that holds all of them; then, where the layout has axes
+    outside the page, the position on each (``k.3``: layer 3 in layer_first).
+    """
+
+    name: str
+    start: int
+    nbytes: int
+
+
+class PageObject(NamedTuple):
+    """A contiguous range of one page in host memory."""
+
+    name: str
+    address: int
+    nbytes: int
+
+
+def spans(program: SizedProgram, pages: int) -> tuple[Span, ...]:
+    """The ranges of a page in a buffer of so many pages; what has no bytes has none."""
+    found = []
+    for of in program.host(pages).ranges:
+        if of.nbytes == 0 or (of.ident is not None and not program.present(of.ident)):
+            continue
+        places = itertools.product(*(range(extent) for extent, _ in of.left))
+        for place, start in zip(places, of.starts, strict=True):
+            found.append(Span(".".join([of.ident or "page", *map(str, place)]), start, of.nbytes))
+    return tuple(sorted(found, key=lambda span: span.start))
+
+
+class Pages:
+    """The part of `HostPool` that gives and takes pages.
+
+    A page is named by the id of its first token, as `alloc` returns it; what is not the first token of a
+    page of the pool raises ValueError. Before an address or a byte is handed out, everything submitted
+    that touches the page has run: a call blocks until then, and raises TransferError when a write-back
+    into the page failed. Whoever uses addresses keeps the page from later transfers himself.
+    """
+
+    spec: ClassVar[PoolSpec]
+    program: SizedProgram
+    device: torch.device
+    kv_buffer: torch.Tensor
+    page_size: int
+    page_num: int
+    page_bytes: int
+
+    def _settle(self, pages: set[int], reads: bool) -> None:
+        """Wait for what touches these pages; `reads`: raise TransferError for a failed write-back."""
+        raise NotImplementedError
+
+    def _alive(self) -> None:
+        raise NotImplementedError
+
+    # ---- sizes
+
+    @cached_property
+    def _spans(self) -> tuple[Span, ...]:
+        return spans(self.program, self.page_num)
+
+    @property
+    def page_object_names(self) -> tuple[str, ...]:
+        """Names of a page's objects, in their order; none for a pool without bytes."""
+        return tuple(span.name for span in self._spans)
+
+    @property
+    def size_per_token(self) -> int:
+        """Bytes of one token, all components and layers: ``page_bytes / page_size``, rounded up."""
+        return -(-self.page_bytes // self.page_size)
+
+    def get_size_per_token(self) -> int:
+        """`size_per_token`."""
+        return self.size_per_token
+
+    def get_ksize_per_token(self) -> int:
+        """`size_per_token`: engines multiply it by the page size to know what a page takes."""
+        return self.size_per_token
+
+    def get_page_buffer_element_size(self, split_factor: int = 1) -> int | None:
+        """Bytes of a page's first object (of one of `split_factor` parts of it); None without bytes."""
+        parts = self._parts("get_page_buffer_element_size", split_factor)
+        return self._spans[0].nbytes // parts if self._spans else None
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        """Whether every object of every page starts at, and takes, a multiple of `page_size_bytes`."""
+        self._alive()
+        if type(page_size_bytes) is not int or page_size_bytes < 1:
+            self._refuse("is_stride_page_aligned", "a number of bytes from 1", page_size_bytes, "pass 4096")
+        base = self.kv_buffer.data_ptr()
+        sizes = [size for span in self._spans for size in (base + span.start, span.nbytes)]
+        return math.gcd(*sizes) % page_size_bytes == 0
+
+    # ---- where pages lie
+
+    def page_objects(self, page: int) -> tuple[PageObject, ...]:
+        """The objects of page number `page`. Blocks and raises as the class says."""
+        self._alive()
+        if type(page) is not int or not 0 <= page < self.page_num:
+            self._refuse("page_objects", f"a page of 0 to {self.page_num - 1}", page, "ids // page_size")
+        self._settle({page}, True)
+        base = self.kv_buffer.data_ptr()
+        return tuple(
+            PageObject(span.name, base + span.start + page * span.nbytes, span.nbytes) for span in self._spans
+        )
+
+    def page_ranges(self, page: int) -> list[tuple[int, int]]:
+        """(address, bytes) of each object of page number `page`."""
+        return [(at.address, at.nbytes) for at in self.page_objects(page)]
+
+    def get_page_buffer_meta(self, indices: torch.Tensor | Iterable[int]) -> tuple[list[int], list[int]]:
+        """Host addresses and bytes of the objects of whole pages of ids, page by page."""
+        return self._meta("get_page_buffer_meta", indices, 1)
+
+    def get_split_heads_page_buffer_meta(
+        self, indices: torch.Tensor | Iterable[int], split_factor: int
+    ) -> tuple[list[int], list[int]]:
+        """As `get_page_buffer_meta`, each page in `split_factor` parts of as many heads, part by part.
+
+        Raises ValueError for a layout in which the heads of a page do not lie one behind the other.
+        """
+        return self._meta("get_split_heads_page_buffer_meta", indices, split_factor)
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        """The memory to register: the one host buffer, or nothing for a pool without bytes."""
+        self._alive()
+        return [self.kv_buffer] if self.kv_buffer.numel() else []
+
+    # ---- pages as bytes
+
+    @overload
+    def get_data_page(self, index: Index, flat: Literal[True] = True) -> torch.Tensor: ...
+
+    @overload
+    def get_data_page(self, index: Index, flat: Literal[False]) -> list[torch.Tensor]: ...
+
+    def get_data_page(self, index: Index, flat: bool = True) -> torch.Tensor | list[torch.Tensor]:
+        """A copy of a page's bytes: uint8 ``[page_bytes]``; not `flat`: its objects as views, no copy."""
+        page = self._page("get_data_page", index)
+        self._settle({page}, True)
+        views = self._views(page)
+        if not flat:
+            return views
+        return torch.cat(views) if views else torch.empty(0, dtype=torch.uint8)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """Zeros of the size of a flat page, for somebody to fill; pinned when the pool serves a GPU."""
+        return torch.zeros(self.page_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def set_from_flat_data_page(self, index: Index, data_page: torch.Tensor) -> None:
+        """Fill a page from what `get_data_page` gave, here or in any pool of the same format tag.
+
+        Padding inside a page is not taken over: it stays zero.
+        """
+        page = self._page("set_from_flat_data_page", index)
+        self._check_flat(data_page)
+        self._settle({page}, False)
+        if self._padded:
+            self._set_components(page, data_page)
+            return
+        end = 0
+        for view in self._views(page):
+            start, end = end, end + view.numel()
+            view.copy_(data_page[start:end])
+
+    # ---- pieces
+
+    @cached_property
+    def _padded(self) -> bool:
+        """Whether a page has bytes that belong to no component."""
+        items = 0
+        for part in self.program.host(1).parts:
+            if self.program.present(part.ident):
+                extents = (extent for _, extent, _ in part.axes)
+                items += self.program.itemsize(part.ident) * math.prod(extents)
+        return items < self.page_bytes
+
+    def _set_components(self, page: int, data_page: torch.Tensor) -> None:
+        """Copy what belongs to components. A padded page is one range, and so a buffer of one page."""
+        one, all_pages = self.program.host(1), self.program.host(self.page_num)
+        for part in one.parts:
+            if not self.program.present(part.ident):
+                continue
+            size = self.program.itemsize(part.ident)
+            at = [axis for axis, _, _ in part.axes].index("page")
+            source = host_view(data_page, one, part.ident, size).select(at, 0)
+            host_view(self.kv_buffer, all_pages, part.ident, size).select(at, page).copy_(source)
+
+    def _views(self, page: int) -> list[torch.Tensor]:
+        return [
+            self.kv_buffer.narrow(0, span.start + page * span.nbytes, span.nbytes) for span in self._spans
+        ]
+
+    def _meta(
+        self, call: str, indices: torch.Tensor | Iterable[int], split_factor: int
+    ) -> tuple[list[int], list[int]]:
+        pages = self._pages(call, indices)
+        parts = self._parts(call, split_factor)
+        self._settle(set(pages), True)
+        base = self.kv_buffer.data_ptr()
+        sizes = [span.nbytes // parts for span in self._spans]
+        starts = [
+            (base + span.start + part * size, span.nbytes)
+            for part in range(parts)
+            for span, size in zip(self._spans, sizes, strict=True)
+        ]
+        return [start + page * nbytes for page in pages for start, nbytes in starts], sizes * parts * len(
+            pages
+        )
+
+    def _parts(self, call: str, split_factor: int) -> int:
+        """`split_factor`, if every object can be cut into so many parts of as many heads."""
+        if type(split_factor) is not int or split_factor < 1:
+            self._refuse(call, "a split_factor from 1", split_factor, "pass 1 for whole objects")
+        for part in self.program.host(1).parts if split_factor > 1 else ():
+            if not self.program.present(part.ident):
+                continue
+            name, extent, whole = self._outermost(part)
+            if name in ("token", "layer") or not whole or extent % split_factor:
+                got = f"{split_factor} for {extent} of {name}"
+                expected = "a split_factor that divides the heads, outermost in a page"
+                self._refuse(call, expected, got, "use a layout such as page_head")
+        return split_factor
+
+    def _outermost(self, part: HostPart) -> tuple[str, int, bool]:
+        """The dim outermost in a page, its extent there, whether it fills the page; a split dim's parts
+        that lie one behind the other count as one."""
+        at = [axis for axis, _, _ in part.axes].index("page")
+        _, _, page_step = part.axes[at]
+        inside = part.axes[at + 1 :]
+        if not inside:
+            return "nothing", 1, False
+        first = inside[0][0]
+        dim, pieces = next(((d, p) for d, p in self.spec.splits.items() if first in p), (first, (first,)))
+        extent, step = inside[0][1], inside[0][2]
+        whole = extent * step == page_step
+        for name, length, inner in inside[1:]:
+            if name not in pieces or length * inner != step:
+                break
+            extent, step = extent * length, inner
+        return dim, extent, whole
+
+    def _page(self, call: str, index: Index) -> int:
+        """The page that `index` names. Raises ValueError."""
+        self._alive()
+        if isinstance(index, torch.Tensor) and index.dim() == 0:
+            index = index[None]
+        elif not isinstance(index, (torch.Tensor, Iterable)):
+            index = (index,)
+        ids = self._ids(call, index)
+        if len(ids) == 1:
+            first = ids[0]
+            ids = list(range(first, first + self.page_size))
+        if len(ids) != self.page_size:
+            self._refuse(call, "one page", f"{len(ids)} ids", "pass the id of the page's first token")
+        return self._whole_pages(call, ids)[0]
+
+    def _pages(self, call: str, indices: torch.Tensor | Iterable[int]) -> list[int]:
+        """The pages that these ids make up. Raises ValueError."""
+        self._alive()
+        return self._whole_pages(call, self._ids(call, indices))
+
+    def _ids(self, call: str, indices: torch.Tensor | Iterable[int]) -> list[int]:
+        if isinstance(indices, torch.Tensor):
+            if indices.is_cpu and indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64):
+                found: list[int] = indices.tolist()
+                return found
+            got = f"{indices.dtype} {list(indices.shape)} on {indices.device}"
+            self._refuse(call, "int32 or int64 [n] on cpu", got, "pass ids that alloc returned")
+        try:
+            return [operator.index(i) for i in indices]
+        except TypeError:
+            self._refuse(call, "integers", repr(indices), "pass ids that alloc returned")
+
+    def _whole_pages(self, call: str, ids: list[int]) -> list[int]:
+        size, end = self.page_size, self.page_size * self.page_num
+        whole = f"whole pages of ids (page size {size}, ids below {end}), the tokens of each in order"
+        if len(ids) % size:
+            self._refuse(call, whole, f"{len(ids)} ids", "pad the last page or leave it out")
+        for at in range(0, len(ids), size):
+            page, first = ids[at : at + size], ids[at]
+            if first % size or not 0 <= first < end or page != list(range(first, first + size)):
+                self._refuse(call, whole, f"ids from {first} on", "pass ids that alloc returned")
+        return [first // size for first in ids[::size]]
+
+    def _check_flat(self, data_page: torch.Tensor) -> None:
+        call, hint = "set_from_flat_data_page", "pass what get_data_page gave"
+        expected = f"contiguous torch.uint8 [{self.page_bytes}] on cpu"
+        if not isinstance(data_page, torch.Tensor):
+            self._refuse(call, expected, type(data_page).__name__, hint)
+        shape, known = tuple(data_page.shape), data_page.dtype == torch.uint8 and data_page.is_cpu
+        if not known or shape != (self.page_bytes,) or not data_page.is_contiguous():
+            strided = "" if data_page.is_contiguous() else "strided "
+            self._refuse(
+                call, expected, f"{strided}{data_page.dtype} {list(shape)} on {data_page.device}", hint
+            )
+
+    def _refuse(self, call: str, expected: str, got: object, hint: str) -> NoReturn:
+        raise ValueError(f"{self.spec.name}: {call}: expected {expected}, got {got}: {hint}")
