@@ -403,7 +403,7 @@ kv      mha       32  1,048,576   16,384                16  16,777,216  2 copies
 
 one token   16,384 bytes; 1,024 tokens
 host        16.78 MB a rank, 268.44 MB in all
-staging     33.55 MB of device memory a rank
+staging     67.11 MB of device memory a rank
 
 import torch
 from poolwright.generated import MHATokenToKVPoolHost

@@ -124,9 +124,9 @@ def test_a_group_moves_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -
     submitted: list[str] = []
     submit = Transfers.submit
 
-    def counted(self: Transfers, direction: str, *arguments: Any) -> Any:
+    def counted(self: Transfers, direction: str, *arguments: Any, **options: Any) -> Any:
         submitted.append(direction)
-        return submit(self, direction, *arguments)
+        return submit(self, direction, *arguments, **options)
 
     monkeypatch.setattr(Transfers, "submit", counted)
     row = demo.move(prefilled(name, BFLOAT), None, None, order="layer")
