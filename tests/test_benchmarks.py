@@ -249,3 +249,20 @@ def test_the_peer_moves_the_bytes_that_we_move(kind: str, monkeypatch: pytest.Mo
 def test_the_clocks_of_a_first_layer_compile() -> None:
     (cubin,) = jit.cubins(jit.Unit("first_layer", FOLDER / "first_layer.cu"), "sm_90")
     assert all(name in cubin for name in (b"stamp", b"watch", b"spin"))
+
+
+def test_the_report_has_a_row_a_cell_and_a_column_a_way() -> None:
+    report = module("report")
+    cells = [
+        cell(
+            "load", 4 << 20, 256 * MB, zero_copy=1.25, chosen=1.0, sglang_at_tma=2.0, sglang_at_register=4.0
+        ),
+        cell("load", 4 << 20, 512 * MB, chosen=0.5),
+        cell("write_back", 4 << 20, 512 * MB, chosen=0.5),
+    ]
+    head, _, first, second = report.table(cells, "load").splitlines()
+    ways = ["zero_copy %", "chosen %", "sglang register %", "sglang tma %"]
+    assert [part.strip() for part in head.split("|")[6:10]] == ways
+    assert [part.strip() for part in first.split("|")[6:10]] == ["80.0", "100.0", "25.0", "50.0"]
+    assert [part.strip() for part in second.split("|")[6:10]] == ["", "200.0", "", ""]
+    assert report.best_peer(cells[0]) == "sglang tma" and report.best_peer(cells[1]) is None
