@@ -12,7 +12,7 @@ import itertools
 import operator
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -96,6 +96,10 @@ class Slots:
                 self._taken[page] = 0
             self._freed.extend(pages)
             self._available += len(pages)
+
+    def idle(self, pages: Iterable[int]) -> int | None:
+        """The least of these pages (all of the pool) that is not allocated, or None."""
+        return min((page for page in pages if not self._taken[page]), default=None)
 
     def _take(self, count: int) -> list[int]:
         fresh = min(count, self.pages - self._fresh)

@@ -112,6 +112,11 @@ class Ticket:
         return self._driver.elapsed(self._began, self._event)
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that can be waited for on their own, in the order in which they come."""
+        return () if self._order is None else self._order.layers
+
+    @property
     def captured(self) -> Mark:
         """When the device rows have been read: they may change after it."""
         return Mark(self, self._captured)
@@ -145,7 +150,7 @@ class Ticket:
         For a layer of pools that have nothing in this load there is nothing to wait for. Raises ValueError
         for any other layer that it does not load.
         """
-        layers = () if self._order is None else self._order.layers
+        layers = self.layers
         if layer in layers:
             self.reach(self._event, self._marks, layers.index(layer), stream)
         elif self._order is None or layer not in self._order.others:

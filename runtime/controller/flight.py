@@ -1,0 +1,84 @@
+"""Flights: operations that were started together, and moments of them to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from poolwright.runtime.controller.operation import Operation
+from poolwright.runtime.driver import Stream
+from poolwright.runtime.errors import PoolError
+from poolwright.runtime.ticket import Ticket
+
+
+class Leg:
+    """Operations of one submission. `ticket` None: it could not be submitted, and `error` says why.
+
+    `number`: its place among all submissions; `started`, `ended`: seconds of the controller's clock, None
+    until its end was seen.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        operations: Sequence[Operation],
+        ticket: Ticket | None,
+        error: PoolError | None,
+        started: float,
+    ) -> None:
+        self.number, self.operations, self.ticket = number, operations, ticket
+        self.error, self.started = error, started
+        self.ended: float | None = None
+
+    def over(self) -> bool:
+        """Whether it came to its end, good or bad; `error` says which."""
+        if self.error is not None or self.ticket is None:
+            return True
+        try:
+            return self.ticket.done()
+        except PoolError as error:
+            self.error = error
+            return True
+
+    def submitted(self) -> Ticket:
+        """The ticket. Raises the error of a leg that could not be submitted."""
+        if self.ticket is None:
+            assert self.error is not None
+            raise self.error
+        return self.ticket
+
+
+class Flight:
+    """What a start has submitted: `operations` in order, none when nothing was queued.
+
+    Every wait makes `stream` wait, or without one the caller, and raises TransferError when any of it
+    failed: then none of the destination pages may be used. Methods may be called from any thread.
+    """
+
+    def __init__(self, legs: Sequence[Leg]) -> None:
+        self._legs = tuple(legs)
+        self.operations = tuple(operation for leg in legs for operation in leg.operations)
+
+    def __bool__(self) -> bool:
+        return bool(self.operations)
+
+    def wait_layer(self, layer: int, stream: Stream = None) -> None:
+        """Wait for one layer of a load, of every pool that has it; of a load in bulk, for all of it.
+
+        Raises ValueError for a layer that no pool has, or that was left out by `layers`.
+        """
+        for leg in self._legs:
+            ticket = leg.submitted()
+            if ticket.layers:
+                ticket.wait_layer(layer, stream)
+            else:
+                ticket.wait(stream)
+
+    def wait_all(self, stream: Stream = None) -> None:
+        """Wait for every byte; with a stream this is what stands in front of a CUDA graph's replay."""
+        for leg in self._legs:
+            leg.submitted().wait_all(stream)
+
+    def wait_captured(self, stream: Stream = None) -> None:
+        """Wait until the device rows of a write-back have been read: they may change after it."""
+        for leg in self._legs:
+            leg.submitted().captured.wait(stream)

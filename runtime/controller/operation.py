@@ -1,0 +1,53 @@
+"""Operations and acks: what a controller was asked for, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from poolwright.runtime.errors import PoolError
+
+Ids = tuple[torch.Tensor, torch.Tensor]
+"""(host, device) ids of one pool."""
+
+DIRECTIONS = ("write_back", "load")
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """A write-back or load that was asked for.
+
+    `number`: its place among all operations of the controller. `ids`: (host, device) ids by pool, in `unit`
+    (``token`` or ``page``). `pages`: the host pages of every pool that moves, also of those that take
+    another's ids. `key`: the caller's own, never looked at. `asked`: when, by the controller's clock.
+    """
+
+    number: int
+    direction: str
+    ids: Mapping[str, Ids] = field(repr=False)
+    unit: str
+    pages: Mapping[str, frozenset[int]] = field(repr=False)
+    key: object
+    asked: float
+
+    @property
+    def host(self) -> Mapping[str, torch.Tensor]:
+        """Host ids by pool: what `free` takes."""
+        return {name: host for name, (host, _) in self.ids.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Ack:
+    """The end of an operation. `error` None: every byte is there; else its destination holds nothing that
+    may be used. `seconds`: from its start to when its end was seen."""
+
+    operation: Operation
+    error: PoolError | None
+    seconds: float
+
+    @property
+    def key(self) -> object:
+        """The caller's name for the operation."""
+        return self.operation.key

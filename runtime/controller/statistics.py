@@ -1,0 +1,73 @@
+"""What operations moved, by pool and direction. In: submissions that ended. Out: numbers for JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from poolwright.runtime.controller.flight import Leg
+from poolwright.runtime.controller.operation import DIRECTIONS
+
+
+@dataclass
+class Moved:
+    """Transfers of one pool in one direction. `busy`: seconds in which at least one of them ran, as far as
+    the host saw; `waited`, `longest`: seconds of operations in the queue."""
+
+    operations: int = 0
+    failed: int = 0
+    pages: int = 0
+    bytes: int = 0
+    busy: float = 0.0
+    waited: float = 0.0
+    longest: float = 0.0
+    paths: Counter[str] = field(default_factory=Counter)
+
+
+class Statistics:
+    """Counts of every pool; `page_bytes` by pool."""
+
+    def __init__(self, page_bytes: Mapping[str, int]) -> None:
+        self._page_bytes = page_bytes
+        self._moved = {name: {way: Moved() for way in DIRECTIONS} for name in page_bytes}
+        self._until = dict.fromkeys(DIRECTIONS, 0.0)  # when the last leg of this direction ended
+
+    def add(self, leg: Leg) -> None:
+        """Count a leg that ended."""
+        assert leg.ended is not None
+        direction = leg.operations[0].direction
+        busy = leg.ended - max(leg.started, self._until[direction])
+        self._until[direction] = leg.ended
+        for operation in leg.operations:
+            waited = leg.started - operation.asked
+            for name, pages in operation.pages.items():
+                one = self._moved[name][direction]
+                one.operations += 1
+                one.waited += waited
+                one.longest = max(one.longest, waited)
+                if leg.error is not None:
+                    one.failed += 1
+                    continue
+                one.pages += len(pages)
+                one.bytes += len(pages) * self._page_bytes[name]
+        if leg.error is None and leg.ticket is not None:
+            for name, path in leg.ticket.paths.items():
+                self._moved[name][direction].busy += busy
+                self._moved[name][direction].paths[path] += 1
+
+    def of(self, name: str) -> dict[str, dict[str, object]]:
+        """The counts of one pool by direction."""
+        return {
+            way: {
+                "operations": one.operations,
+                "failed": one.failed,
+                "pages": one.pages,
+                "bytes": one.bytes,
+                "gb_per_s": one.bytes / one.busy / 1e9 if one.busy > 0 else 0.0,
+                "queue_s": one.waited,
+                "queue_s_longest": one.longest,
+                "paths": dict(one.paths),
+            }
+            for way, one in self._moved[name].items()
+        }
