@@ -46,7 +46,8 @@ class DeviceIds(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = [each for each in args if isinstance(each, DeviceIds)]
+        flat = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        inputs = [each for each in flat if isinstance(each, DeviceIds)]
         call = functools.partial(func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.tolist:

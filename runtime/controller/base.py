@@ -78,8 +78,8 @@ class Controller:
     ) -> Flight:
         """Submit every queued write-back. `producer`: the stream that filled the device rows.
 
-        An operation that cannot be submitted is a failed ack; raises what concerns all of them, such as a
-        graph that is being captured, and leaves them queued.
+        Raises, with all of them still queued, what concerns no pages, such as a graph that is being captured.
+        When a submission fails half-way, its operations get failed acks, and the flight raises.
         """
 
         def submit(moves: Mapping[str, Ids], unit: str) -> Ticket:
@@ -111,22 +111,25 @@ class Controller:
     def _start(self, direction: str, submit: Callable[[Mapping[str, Ids], str], Ticket]) -> Flight:
         with self._lock:
             self._alive()
-            queue, legs = self._queues[direction], []
+            queue = self._queues[direction]
+            legs: list[Leg] = []
             while queue:
                 together = ids.together(queue)
-                legs.append(self._submit(together, submit))
+                legs.append(self._submit(together, submit, first=not legs))
                 del queue[: len(together)]
             return Flight(legs)
 
-    def _submit(self, together: Sequence[Queued], submit: Callable[[Mapping[str, Ids], str], Ticket]) -> Leg:
+    def _submit(
+        self, together: Sequence[Queued], submit: Callable[[Mapping[str, Ids], str], Ticket], first: bool
+    ) -> Leg:
         operations = [queued.operation for queued in together]
         started, ticket, failed = self._clock(), None, None
-        for queued in together:
-            if queued.ready is not None:
-                self._driver.wait(self._driver.current_stream(), queued.ready)
         try:
+            self._behind(together)
             ticket = submit(ids.merged(operations), operations[0].unit)
-        except TransferError as error:
+        except PoolError as error:
+            if first and not isinstance(error, TransferError):
+                raise
             failed = error
         leg = Leg(self._legs, operations, ticket, failed, started)
         self._legs += 1
@@ -134,6 +137,17 @@ class Controller:
             self._book.started(queued)
             self._running[queued.operation.direction].append(Running(queued.operation, leg))
         return leg
+
+    def _behind(self, together: Sequence[Queued]) -> None:
+        """Have the current stream, from which ids are read, wait for the work that makes them."""
+        events = [queued.ready for queued in together if queued.ready is not None]
+        if not events:
+            return
+        with self._driver.guard():
+            stream = self._driver.current_stream()
+            self._driver.admit(stream, self._anchor.name)
+            for event in events:
+                self._driver.wait(stream, event)
 
     # ---- acks
 
