@@ -31,11 +31,11 @@ def in_tokens(ids: torch.Tensor, unit: str, page_size: int) -> torch.Tensor:
 
 def together(queue: Sequence[Queued]) -> list[Queued]:
     """The first operations that one submission can take: one unit, ids of each pool in one place."""
-    places: dict[str, torch.device] = {}
+    places: dict[str, tuple[bool, torch.device]] = {}
     found: list[Queued] = []
     for queued in queue:
         operation = queued.operation
-        here = {name: device.device for name, (_, device) in operation.ids.items()}
+        here = {name: (device.is_cpu, device.device) for name, (_, device) in operation.ids.items()}
         fits = all(places.get(name, place) == place for name, place in here.items())
         if not fits or operation.unit != queue[0].operation.unit:
             break
