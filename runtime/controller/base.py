@@ -83,7 +83,7 @@ class Controller:
         """
 
         def submit(moves: Mapping[str, Ids], unit: str) -> Ticket:
-            return self._pools.write_back(moves, unit, producer=producer, path=path, qos=qos)
+            return self._pools.write_back(moves, unit, producer=producer, path=path, qos=qos, timed=True)
 
         return self._start("write_back", submit)
 
@@ -104,7 +104,7 @@ class Controller:
 
         def submit(moves: Mapping[str, Ids], unit: str) -> Ticket:
             how: dict[str, Any] = {"order": order, "layers": wanted, "readers": readers}
-            return self._pools.load(moves, unit, path=path, qos=qos, **how)
+            return self._pools.load(moves, unit, path=path, qos=qos, timed=True, **how)
 
         return self._start("load", submit)
 
@@ -172,8 +172,8 @@ class Controller:
             for operation, leg in list(islice(self._over(direction), max_n)):
                 self._running[operation.direction].popleft()
                 self._book.release(operation)
-                assert leg.ended is not None
-                acks.append(Ack(operation, leg.error, leg.ended - leg.started))
+                assert leg.seconds is not None
+                acks.append(Ack(operation, leg.error, leg.seconds))
             return acks
 
     def _over(self, direction: str | None) -> Iterator[Running]:
@@ -185,10 +185,11 @@ class Controller:
         return takewhile(lambda running: self._ended(running.leg), ordered)
 
     def _ended(self, leg: Leg) -> bool:
-        if leg.ended is None and leg.over():
-            leg.ended = self._clock()
+        known = leg.counted
+        if not known and leg.over():
+            leg.counted = known = True
             self._statistics.add(leg)
-        return leg.ended is not None
+        return known
 
     def cancel(self, operation: Operation) -> bool:
         """Take back an operation that is not started yet: whether it was. There is no ack for it, and the
@@ -231,9 +232,9 @@ class Controller:
     # ---- what is going on
 
     def statistics(self) -> dict[str, dict[str, object]]:
-        """By pool: pages in all, free and locked; by direction operations, failed ones, pages, bytes, GB/s
-        while something ran (seen from the host: an end counts when somebody asked), seconds in the queue in
-        all and at most, submissions by path. Numbers and text only, ready for JSON."""
+        """By pool: pages in all, free and locked; by direction operations, failed ones, pages, bytes, GB/s by
+        the device's clock, seconds in the queue in all and at most, submissions by path. Numbers and text
+        only, ready for JSON. What has ended counts once `ready` or `pop_acks` has seen it."""
         with self._lock:
             self._alive()
             found: dict[str, dict[str, object]] = {}

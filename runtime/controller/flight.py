@@ -13,8 +13,8 @@ from poolwright.runtime.ticket import Ticket
 class Leg:
     """Operations of one submission. `ticket` None: it could not be submitted, and `error` says why.
 
-    `number`: its place among all submissions; `started`, `ended`: seconds of the controller's clock, None
-    until its end was seen.
+    `number`: its place among all submissions; `started`: when, by the controller's clock. `seconds`: what it
+    took on the device, once its end was seen; 0 when it failed. `counted`: whether statistics know it.
     """
 
     def __init__(
@@ -27,17 +27,17 @@ class Leg:
     ) -> None:
         self.number, self.operations, self.ticket = number, operations, ticket
         self.error, self.started = error, started
-        self.ended: float | None = None
+        self.seconds: float | None = None if ticket is not None else 0.0
+        self.counted = False
 
     def over(self) -> bool:
         """Whether it came to its end, good or bad; `error` says which."""
-        if self.error is not None or self.ticket is None:
-            return True
-        try:
-            return self.ticket.done()
-        except PoolError as error:
-            self.error = error
-            return True
+        if self.seconds is None and self.ticket is not None:
+            try:
+                self.seconds = self.ticket.seconds() if self.ticket.done() else None
+            except PoolError as error:
+                self.error, self.seconds = error, 0.0
+        return self.seconds is not None
 
     def submitted(self) -> Ticket:
         """The ticket. Raises the error of a leg that could not be submitted."""

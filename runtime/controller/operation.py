@@ -41,7 +41,7 @@ class Operation:
 @dataclass(frozen=True, eq=False)
 class Ack:
     """The end of an operation. `error` None: every byte is there; else its destination holds nothing that
-    may be used. `seconds`: from its start to when its end was seen."""
+    may be used. `seconds`: what its submission took on the device; 0 when it failed."""
 
     operation: Operation
     error: PoolError | None

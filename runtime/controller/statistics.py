@@ -12,8 +12,8 @@ from poolwright.runtime.controller.operation import DIRECTIONS
 
 @dataclass
 class Moved:
-    """Transfers of one pool in one direction. `busy`: seconds in which at least one of them ran, as far as
-    the host saw; `waited`, `longest`: seconds of operations in the queue."""
+    """Transfers of one pool in one direction. `busy`: seconds of submissions on the device; `waited`,
+    `longest`: seconds of operations in the queue."""
 
     operations: int = 0
     failed: int = 0
@@ -31,14 +31,10 @@ class Statistics:
     def __init__(self, page_bytes: Mapping[str, int]) -> None:
         self._page_bytes = page_bytes
         self._moved = {name: {way: Moved() for way in DIRECTIONS} for name in page_bytes}
-        self._until = dict.fromkeys(DIRECTIONS, 0.0)  # when the last leg of this direction ended
 
     def add(self, leg: Leg) -> None:
         """Count a leg that ended."""
-        assert leg.ended is not None
         direction = leg.operations[0].direction
-        busy = leg.ended - max(leg.started, self._until[direction])
-        self._until[direction] = leg.ended
         for operation in leg.operations:
             waited = leg.started - operation.asked
             for name, pages in operation.pages.items():
@@ -51,9 +47,9 @@ class Statistics:
                     continue
                 one.pages += len(pages)
                 one.bytes += len(pages) * self._page_bytes[name]
-        if leg.error is None and leg.ticket is not None:
+        if leg.error is None and leg.ticket is not None and leg.seconds is not None:
             for name, path in leg.ticket.paths.items():
-                self._moved[name][direction].busy += busy
+                self._moved[name][direction].busy += leg.seconds
                 self._moved[name][direction].paths[path] += 1
 
     def of(self, name: str) -> dict[str, dict[str, object]]:
