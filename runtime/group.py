@@ -22,6 +22,7 @@ from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.group_plan import GroupBytes, GroupSpec, plan, sources
 from poolwright.runtime.memory import available_host_bytes
 from poolwright.runtime.moves import Move
+from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pool import HostPool, Shared, being_built
 from poolwright.runtime.program import GroupProgram
 from poolwright.runtime.ticket import Ticket
@@ -170,8 +171,16 @@ class HostPoolGroup:
         self._shared.transfers.drain()
         self.bind(tensors, layer_ids)
 
+    def unbind(self) -> None:
+        """Let go of the device tensors of all pools, as `HostPool.unbind` does."""
+        for pool in self.pools.values():
+            pool._alive()
+            pool._drop_binding()
+        self._shared.transfers.unbind()
+
     # ---- transfers
 
+    @opaque
     def write_back(
         self,
         moves: Mapping[str, Ids],
@@ -191,6 +200,7 @@ class HostPoolGroup:
         found = self._moves("write_back", moves, unit, validate, path, qos, False)
         return self._shared.transfers.submit("write_back", found, self._caller(producer), timed=timed)
 
+    @opaque
     def load(
         self,
         moves: Mapping[str, Ids],

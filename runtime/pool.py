@@ -30,6 +30,7 @@ from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_bytes
 from poolwright.runtime.moves import Member, Move, Ring
+from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pages import Pages
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
@@ -313,6 +314,21 @@ class HostPool(Pages):
         self._transfers.drain()
         self.bind(tensors, layer_ids)
 
+    def unbind(self) -> None:
+        """Let go of the device tensors, after everything in flight, so that their memory can be given back.
+
+        Host pages stay as they are; transfers are refused until the next `bind`. Staging memory stays.
+        Raises PoolError when something in flight failed, with the tensors let go all the same.
+        """
+        self._alive()
+        if self._shared.group is not None:
+            raise PoolError(f"{self.name} belongs to the group {self._shared.group}: unbind the group")
+        self._drop_binding()
+        self._transfers.unbind()
+
+    def _drop_binding(self) -> None:
+        self._bound, self._limits = None, None
+
     def _take(self, bound: Mapping[int, tuple[HostPool, Binding]]) -> None:
         """Use these bindings of this pool, and of others that move with it, from now on."""
         transfers = self._transfers
@@ -335,6 +351,7 @@ class HostPool(Pages):
 
     # ---- transfers
 
+    @opaque
     def write_back(
         self,
         host: torch.Tensor,
@@ -355,6 +372,7 @@ class HostPool(Pages):
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
         return self._transfers.submit("write_back", moves, self._caller(producer), timed=timed)
 
+    @opaque
     def load(
         self,
         host: torch.Tensor,
@@ -460,12 +478,14 @@ class HostPool(Pages):
         """Whether the staged path can run: kernels are compiled; any element size is taken."""
         return any(p.available for p in self.path_report() if p.path == "staged")
 
+    @opaque
     def backup_from_device_all_layer(
         self, device_pool: object, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
         """`write_back` of token ids; later work of this pool is ordered behind it."""
         self.write_back(host_indices, device_indices, path=self._engine_path(io_backend)).detach()
 
+    @opaque
     def load_to_device_per_layer(
         self,
         device_pool: object,

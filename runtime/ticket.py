@@ -10,6 +10,7 @@ from typing import NamedTuple
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.moves import Move, Order
+from poolwright.runtime.opaque import opaque
 
 
 class LayerMarks(NamedTuple):
@@ -34,6 +35,7 @@ class Mark:
     def __bool__(self) -> bool:
         raise TypeError("a moment is not a flag: call wait(), or wait(stream)")
 
+    @opaque
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for it; without a stream, block the caller. Raises TransferError."""
         self._ticket.reach(self._event, self._marks, self._step, stream)
@@ -126,6 +128,7 @@ class Ticket:
         """Whether the caller knows that it is done."""
         return self._acknowledged
 
+    @opaque
     def done(self) -> bool:
         """Whether every byte has arrived. Raises TransferError if the transfer failed."""
         if not self._acknowledged:
@@ -137,6 +140,7 @@ class Ticket:
         self._check()
         return self._acknowledged
 
+    @opaque
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for all of it; without a stream, block the caller. Raises TransferError."""
         self.reach(self._event, None, 0, stream)
@@ -144,6 +148,7 @@ class Ticket:
             self._acknowledge()
             self._check()
 
+    @opaque
     def wait_layer(self, layer: int, stream: Stream = None) -> None:
         """As `wait`, for one layer of a load, of every pool that has it.
 
@@ -159,6 +164,7 @@ class Ticket:
                 f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
             )
 
+    @opaque
     def wait_all(self, stream: Stream = None) -> None:
         """As `wait`; the way to put a load in front of a CUDA graph's replay."""
         self.wait(stream)

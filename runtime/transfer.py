@@ -86,6 +86,17 @@ class Transfers:
             if self.code.kernels is not None:
                 self._launcher = Launcher(self._driver, self.code.kernels, self.members, self.code.align)
 
+    def unbind(self) -> None:
+        """Let go of all device tensors, after everything in flight. Raises PoolError when something failed,
+        after all."""
+        with self._lock:
+            try:
+                self.drain()
+            finally:
+                for member in self.members:
+                    member.binding = member.table = None
+                self._bound, self._launcher = (), None
+
     def in_flight(self, numbers: Iterable[int], pages: set[int], after: Ticket | None) -> int | None:
         """A page of these members whose transfer the caller does not know to be done, or None."""
         with self._lock:

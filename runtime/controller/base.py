@@ -20,6 +20,7 @@ from poolwright.runtime.controller.statistics import Statistics
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.opaque import opaque
 from poolwright.runtime.ticket import Ticket
 
 _T = TypeVar("_T")
@@ -73,6 +74,7 @@ class Controller:
 
     # ---- starting
 
+    @opaque
     def start_writing(
         self, *, producer: Stream = None, path: str | None = None, qos: str | None = None
     ) -> Flight:
@@ -87,6 +89,7 @@ class Controller:
 
         return self._start("write_back", submit)
 
+    @opaque
     def start_loading(
         self,
         *,
@@ -151,12 +154,14 @@ class Controller:
 
     # ---- acks
 
+    @opaque
     def ready(self, direction: str | None = None) -> int:
         """How many acks `pop_acks` would hand out now: what ranks take the minimum of."""
         with self._lock:
             self._alive()
             return sum(1 for _ in self._over(direction))
 
+    @opaque
     def pop_acks(self, max_n: int | None = None, direction: str | None = None) -> list[Ack]:
         """Acks of operations that are over, in the order in which they were started, at most `max_n`.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from poolwright.runtime.controller.operation import Operation
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import PoolError
+from poolwright.runtime.opaque import opaque
 from poolwright.runtime.ticket import Ticket
 
 
@@ -61,6 +62,7 @@ class Flight:
     def __bool__(self) -> bool:
         return bool(self.operations)
 
+    @opaque
     def wait_layer(self, layer: int, stream: Stream = None) -> None:
         """Wait for one layer of a load, of every pool that has it; of a load in bulk, for all of it.
 
@@ -73,11 +75,13 @@ class Flight:
             else:
                 ticket.wait(stream)
 
+    @opaque
     def wait_all(self, stream: Stream = None) -> None:
         """Wait for every byte; with a stream this is what stands in front of a CUDA graph's replay."""
         for leg in self._legs:
             leg.submitted().wait_all(stream)
 
+    @opaque
     def wait_captured(self, stream: Stream = None) -> None:
         """Wait until the device rows of a write-back have been read: they may change after it."""
         for leg in self._legs:
