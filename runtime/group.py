@@ -96,6 +96,7 @@ class HostPoolGroup:
 
     # ---- slots
 
+    @opaque
     def alloc(self, counts: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
         """Ids of free pages for each pool (int64, CPU), or None, with nothing taken, when any pool is full.
 
@@ -121,6 +122,7 @@ class HostPoolGroup:
         for name, ids in taken.items():
             self.pools[name]._slots.free(ids)
 
+    @opaque
     def free(self, ids: Mapping[str, torch.Tensor], after: Ticket | None = None) -> dict[str, int]:
         """Give whole pages of several pools back, all or none; how many ids of each."""
         named = self._named("free", ids)
@@ -134,6 +136,7 @@ class HostPoolGroup:
         """Free ids of every pool that has slots of its own."""
         return {name: pool.available_size() for name, pool in self.pools.items() if pool._source is None}
 
+    @opaque
     def clear(self) -> None:
         """Take every page back, after everything in flight. Bytes stay as they are."""
         for pool in self.pools.values():

@@ -261,10 +261,12 @@ class HostPool(Pages):
 
     # ---- slots
 
+    @opaque
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Ids of free pages (int64, CPU), or None when the pool is full. `need_size` counts ids."""
         return self._own_slots("alloc").alloc(need_size)
 
+    @opaque
     def free(self, ids: torch.Tensor, after: Ticket | None = None) -> int:
         """Give whole pages back; returns how many ids. Later transfers of them run behind `after`."""
         self._slots.free_pages(self._freeable(ids, after))
@@ -285,6 +287,7 @@ class HostPool(Pages):
         """Free ids."""
         return self._slots.available_size()
 
+    @opaque
     def clear(self) -> None:
         """Take every page back, after everything in flight. Bytes stay as they are."""
         slots = self._own_slots("clear")

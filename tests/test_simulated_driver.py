@@ -353,17 +353,19 @@ def test_another_thread_needs_the_guard(driver: SimulatedDriver) -> None:
     found: list[object] = []
 
     def work() -> None:
+        memory, stream = driver.allocate(4), driver.stream()  # these see to it themselves
         try:
-            driver.allocate(4)
+            driver.fill(memory.address, 0, 1, stream)
         except SimulationError as error:
             found.append(str(error))
         with driver.guard():
-            found.append(driver.allocate(4).nbytes)
+            driver.fill(memory.address, 0, 1, stream)
+            found.append(memory.nbytes)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == ["allocate from a thread whose current device is another one, unguarded", 4]
+    assert found == ["fill from a thread whose current device is another one, unguarded", 4]
 
 
 def test_torch_operations_are_refused(driver: SimulatedDriver) -> None:

@@ -196,6 +196,7 @@ class Controller:
             self._statistics.add(leg)
         return known
 
+    @opaque
     def cancel(self, operation: Operation) -> bool:
         """Take back an operation that is not started yet: whether it was. There is no ack for it, and the
         pages that `write` took are free again. What is started comes to its end, and its ack with it."""
@@ -215,6 +216,7 @@ class Controller:
         if queued.operation.direction == "write_back":
             self._pools.free(self._tokens(queued.operation.host, queued.operation.unit))
 
+    @opaque
     def reset(self) -> list[Operation]:
         """Wait for everything that runs, then forget all operations and take every page of the pools back.
 
@@ -236,6 +238,7 @@ class Controller:
 
     # ---- what is going on
 
+    @opaque
     def statistics(self) -> dict[str, dict[str, object]]:
         """By pool: pages in all, free and locked; by direction operations, failed ones, pages, bytes, GB/s by
         the device's clock, seconds in the queue in all and at most, submissions by path. Numbers and text

@@ -10,6 +10,7 @@ import torch
 from poolwright.runtime.controller.base import LIMIT, Controller, Reclaim
 from poolwright.runtime.controller.lone import Lone
 from poolwright.runtime.controller.operation import Operation
+from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pool import HostPool
 
 
@@ -31,6 +32,7 @@ class CacheController(Controller):
         super().__init__(Lone(pool), limit, reclaim, clock)
         self._name = pool.name
 
+    @opaque
     def write(self, device: torch.Tensor, *, unit: str = "token", key: object = None) -> Operation | None:
         """Queue a write-back of these device ids to host pages that are allocated for it.
 
@@ -39,6 +41,7 @@ class CacheController(Controller):
         """
         return self._write({self._name: device}, unit, key)
 
+    @opaque
     def load(
         self, host: torch.Tensor, device: torch.Tensor, *, unit: str = "token", key: object = None
     ) -> Operation | None:
@@ -48,15 +51,18 @@ class CacheController(Controller):
         """
         return self._load({self._name: (host, device)}, unit, key)
 
+    @opaque
     def alloc(self, count: int) -> torch.Tensor | None:
         """Ids of free pages for something else, after `reclaim` where there are too few; or None."""
         found = self._alloc({self._name: count})
         return None if found is None else found[self._name]
 
+    @opaque
     def free(self, host: torch.Tensor, *, unit: str = "token") -> None:
         """Give host pages back. Raises ValueError for pages that an operation holds."""
         self._free({self._name: host}, unit)
 
+    @opaque
     def locked(self) -> set[int]:
         """Host pages (page numbers) that operations hold: not to be chosen for eviction."""
         return self._locked(self._name)

@@ -10,6 +10,7 @@ import torch
 from poolwright.runtime.controller.base import LIMIT, Controller, Reclaim
 from poolwright.runtime.controller.operation import Ids, Operation
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.opaque import opaque
 
 
 class HybridCacheController(Controller):
@@ -28,24 +29,29 @@ class HybridCacheController(Controller):
     ) -> None:
         super().__init__(group, limit, reclaim, clock)
 
+    @opaque
     def write(
         self, device: Mapping[str, torch.Tensor], *, unit: str = "token", key: object = None
     ) -> Operation | None:
         """As `CacheController.write`: host pages for all pools, or None with nothing taken."""
         return self._write(device, unit, key)
 
+    @opaque
     def load(self, moves: Mapping[str, Ids], *, unit: str = "token", key: object = None) -> Operation | None:
         """As `CacheController.load`: (host, device) ids by pool."""
         return self._load(moves, unit, key)
 
+    @opaque
     def alloc(self, counts: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
         """As `CacheController.alloc`: ids for all pools, or None with nothing taken."""
         return self._alloc(self._named("alloc", counts))
 
+    @opaque
     def free(self, host: Mapping[str, torch.Tensor], *, unit: str = "token") -> None:
         """As `CacheController.free`: all pages, or none."""
         self._free(host, unit)
 
+    @opaque
     def locked(self, name: str) -> set[int]:
         """As `CacheController.locked`, of one pool."""
         return self._locked(*self._named("locked", {name: None}))

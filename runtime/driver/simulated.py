@@ -235,7 +235,7 @@ class SimulatedDriver:
     ) -> SimulatedKernels:
         return SimulatedKernels(self, source.programs, build)
 
-    # ---- the protocol
+    # ---- the protocol: calls that a driver guards itself are taken from any thread
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -251,7 +251,7 @@ class SimulatedDriver:
             raise PoolError(f"{what} cannot be captured into a graph; submit it before the replay")
 
     def allocate(self, nbytes: int) -> Memory:
-        with self._call("allocate"):
+        with self._call("allocate", guarded=False):
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Memory:
@@ -264,7 +264,7 @@ class SimulatedDriver:
         return Memory(address, nbytes, torch.frombuffer(bytes_, dtype=torch.uint8)[:nbytes])
 
     def register(self, address: int, nbytes: int) -> int:
-        with self._call("register"):
+        with self._call("register", guarded=False):
             self.shadow.add(Block(address, nbytes, "host", f"host memory ({nbytes} bytes)"))
             return address
 
@@ -276,7 +276,7 @@ class SimulatedDriver:
         return None
 
     def stream(self) -> SimulatedStream:
-        with self._call("stream"):
+        with self._call("stream", guarded=False):
             return self._make(f"stream {len(self._streams)}")
 
     def torch_stream(self, stream: SimulatedStream) -> AbstractContextManager[object]:
