@@ -249,7 +249,7 @@ def test_pages_of_operations_are_refused_with_their_reason() -> None:
     written = controller.write(ids(0, 1))
     assert written is not None
     host = written.host["mla"]
-    with pytest.raises(ValueError, match=r"mla: host page 0 is being written: load it after pop_acks\(\)"):
+    with pytest.raises(ValueError, match=r"mla: host page 0 is being written: use it once pop_acks\(\)"):
         controller.load(host, ids(2, 3))
     with pytest.raises(ValueError, match="mla: page 0 is held by an operation; cancel it or take its ack"):
         controller.free(host)
@@ -311,7 +311,9 @@ def test_names_that_are_not_there() -> None:
     ):
         with pytest.raises(ValueError, match=r"no pool 'draft' with ids of its own; there are target"):
             call()
-    with pytest.raises(ValueError, match="direction: expected one of write_back, load, got 'out'"):
+    with pytest.raises(
+        ValueError, match="direction: expected one of write_back, load, store, fetch, got 'out'"
+    ):
         controller.pop_acks(1, "out")
     with pytest.raises(ValueError, match="max_n: expected a number from 0, or None for all, got -1"):
         controller.pop_acks(-1)

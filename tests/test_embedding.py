@@ -61,6 +61,18 @@ class Engine:
         self.driver.run(5)
         return number
 
+    def wait_for_ack(self, controller: Any, direction: str) -> list[Any]:
+        """Acks of storage, once one is there. The simulator is told of bytes that a worker has written."""
+        found: list[Any] = []
+        while not found:
+            found = controller.pop_acks(direction=direction)
+        for ack in found if direction == "fetch" else ():
+            for name, pages in ack.operation.pages.items():
+                for page in pages:
+                    for _, address, nbytes in controller._pools.pools[name].page_objects(page):
+                        self.driver.cpu("storage", address, nbytes, writes=True)
+        return found
+
     def names(self) -> dict[str, Any]:
         return {
             "device": "cpu",
@@ -76,11 +88,15 @@ class Engine:
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_the_blocks_run_one_after_the_other(
-    choose: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+    choose: Callable[[int], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine = Engine(choose)
     monkeypatch.setattr(testing, "driver_in_use", lambda: engine.driver)  # in every thread
     names, found = engine.names(), blocks("run")
+    names |= {
+        "folder": tmp_path,
+        "wait_for_ack": lambda direction: engine.wait_for_ack(names["controller"], direction),
+    }
     assert len(found) == TEXT.count("```python") - len(blocks("script")) > 10
     for at, block in enumerate(found):
         exec(compile(block, f"docs/embedding.md, block {at}", "exec"), names)

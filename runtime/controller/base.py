@@ -17,7 +17,7 @@ from poolwright.runtime.controller.flight import Flight, Leg
 from poolwright.runtime.controller.lone import Lone
 from poolwright.runtime.controller.operation import DIRECTIONS, Ack, Ids, Operation
 from poolwright.runtime.controller.statistics import Statistics
-from poolwright.runtime.driver import Stream
+from poolwright.runtime.driver import Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.opaque import opaque
@@ -165,7 +165,8 @@ class Controller:
     def pop_acks(self, max_n: int | None = None, direction: str | None = None) -> list[Ack]:
         """Acks of operations that are over, in the order in which they were started, at most `max_n`.
 
-        `direction` (``write_back`` or ``load``): only of these. Nothing that is over is told before what
+        `direction` (``write_back``, ``load``, ``store``, ``fetch``): only of these, so that storage holds
+        nothing up. Nothing that is over is told before what
         was started before it. Their host pages are the caller's again, those of a failed one too: it frees
         them or uses them for something else.
         """
@@ -178,7 +179,7 @@ class Controller:
                 self._running[operation.direction].popleft()
                 self._book.release(operation)
                 assert leg.seconds is not None
-                acks.append(Ack(operation, leg.error, leg.seconds))
+                acks.append(Ack(operation, leg.error, leg.seconds, leg.hit, leg.statuses))
             return acks
 
     def _over(self, direction: str | None) -> Iterator[Running]:
@@ -226,6 +227,8 @@ class Controller:
             self._alive()
             started = [running.operation for queue in self._running.values() for running in queue]
             queued = [each.operation for queue in self._queues.values() for each in queue]
+            for leg in [running.leg for queue in self._running.values() for running in queue]:
+                leg.end()
             try:
                 self._pools.clear()
             except PoolError:
@@ -325,19 +328,59 @@ class Controller:
         pages = {name: frozenset(batch.host_pages) for name, batch in batches.items()}
         there = {name: frozenset(batches[name].device_pages or ()) for name in moves}
         with self._lock:
-            if not self._room(direction):
+            queued = self._accept(direction, moves, unit, key, pages, there, ready)
+            if queued is None:
                 return None
-            for name in moves:
-                self._book.check(direction, name, pages[name], there[name])
-                idle = self._own[name]._slots.idle(pages[name])
-                if idle is not None:
-                    raise ValueError(f"{name}: host page {idle} is not allocated; pass what alloc returned")
-            made = Operation(self._operations, direction, moves, unit, pages, key, self._clock())
-            self._operations += 1
-            queued = Queued(made, there, ready)
-            self._book.add(queued)
             self._queues[direction].append(queued)
-            return made
+            return queued.operation
+
+    def _accept(
+        self,
+        direction: str,
+        moves: Mapping[str, Ids],
+        unit: str,
+        key: object,
+        pages: Mapping[str, frozenset[int]],
+        there: Mapping[str, frozenset[int]],
+        ready: Event = None,
+    ) -> Queued | None:
+        """An operation with its pages locked; None without room. Raises ValueError for pages in other use."""
+        if not self._room(direction):
+            return None
+        for name in moves:
+            self._book.check(direction, name, pages[name], there[name])
+            idle = self._own[name]._slots.idle(pages[name])
+            if idle is not None:
+                raise ValueError(f"{name}: host page {idle} is not allocated; pass what alloc returned")
+        queued = Queued(
+            Operation(self._operations, direction, moves, unit, pages, key, self._clock()), there, ready
+        )
+        self._operations += 1
+        self._book.add(queued)
+        return queued
+
+    def _begin(
+        self,
+        direction: str,
+        host: Mapping[str, torch.Tensor],
+        key: object,
+        leg: Callable[[Operation, int], Leg],
+    ) -> Operation | None:
+        """Begin an operation between host and storage on these token ids; None without room."""
+        with self._lock:
+            self._alive()
+            pages = {}
+            for name, each in host.items():
+                found = frozenset(self._own[name]._slots.pages_of(each, direction))
+                for pool in (self._own[name], *self._own[name]._followers):
+                    pages[pool.name] = found
+            moves = {name: (each, each[:0]) for name, each in host.items()}
+            queued = self._accept(direction, moves, "token", key, pages, dict.fromkeys(host, frozenset()))
+            if queued is None:
+                return None
+            self._running[direction].append(Running(queued.operation, leg(queued.operation, self._legs)))
+            self._legs += 1
+            return queued.operation
 
     def _named(self, call: str, given: Mapping[str, _T]) -> dict[str, _T]:
         """What is given by pool, in the fixed order. Raises ValueError for pools without ids of their own."""

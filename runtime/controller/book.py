@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from poolwright.runtime.controller.operation import Operation
 from poolwright.runtime.driver import Event
 
+FILLING = ("write_back", "fetch")
+"""Directions that write host pages; the others read them."""
+
 DevicePages = Mapping[str, frozenset[int]]
 """By pool; empty where only the device knows them."""
 
@@ -41,10 +44,10 @@ class Book:
     def check(self, direction: str, name: str, host: Iterable[int], device: Iterable[int]) -> None:
         """Raises ValueError for pages that an operation before this one still needs as they are."""
         pages, there = self._pools[name], set(device)
-        if direction == "write_back":
+        if direction in FILLING:
             _refuse(name, there & pages.targets, "device", "to be loaded", "start_loading() first")
             return
-        _refuse(name, pages.written & set(host), "host", "being written", "load it after pop_acks() tells")
+        _refuse(name, pages.written & set(host), "host", "being written", "use it once pop_acks() tells")
         _refuse(name, there & pages.sources.keys(), "device", "to be written back", "start_writing() first")
         _refuse(name, there & pages.targets, "device", "to be loaded already", "give each load its own pages")
 
@@ -52,7 +55,7 @@ class Book:
         operation = queued.operation
         for name in operation.ids:
             pages, host = self._pools[name], operation.pages[name]
-            if operation.direction == "write_back":
+            if operation.direction in FILLING:
                 pages.written |= host
                 pages.sources.update(queued.device[name])
             else:
@@ -63,7 +66,7 @@ class Book:
         """From now on the pool itself keeps order on the device."""
         for name, device in queued.device.items():
             pages = self._pools[name]
-            if queued.operation.direction == "write_back":
+            if queued.operation.direction in FILLING:
                 pages.sources -= Counter(device)
             else:
                 pages.targets -= device
@@ -72,7 +75,7 @@ class Book:
         """The operation is over and its caller knows."""
         for name in operation.ids:
             host = operation.pages[name]
-            if operation.direction == "write_back":
+            if operation.direction in FILLING:
                 self._pools[name].written -= host
             else:
                 self._pools[name].read -= Counter(host)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from poolwright.runtime.controller.operation import Operation
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.opaque import opaque
+from poolwright.runtime.storage import Status
 from poolwright.runtime.ticket import Ticket
 
 
@@ -16,6 +17,7 @@ class Leg:
 
     `number`: its place among all submissions; `started`: when, by the controller's clock. `seconds`: what it
     took on the device, once its end was seen; 0 when it failed. `counted`: whether statistics know it.
+    `hit`, `statuses`: as in `Ack`.
     """
 
     def __init__(
@@ -29,7 +31,8 @@ class Leg:
         self.number, self.operations, self.ticket = number, operations, ticket
         self.error, self.started = error, started
         self.seconds: float | None = None if ticket is not None else 0.0
-        self.counted = False
+        self.counted, self.hit = False, 0
+        self.statuses: Mapping[str, Sequence[Status]] = {}
 
     def over(self) -> bool:
         """Whether it came to its end, good or bad; `error` says which."""
@@ -39,6 +42,18 @@ class Leg:
             except PoolError as error:
                 self.error, self.seconds = error, 0.0
         return self.seconds is not None
+
+    def moved(self, operation: Operation) -> Mapping[str, int]:
+        """Pages by pool that an operation has moved, once it is over."""
+        return {} if self.error is not None else {name: len(p) for name, p in operation.pages.items()}
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """By pool, the way that its pages took."""
+        return {} if self.error is not None or self.ticket is None else self.ticket.paths
+
+    def end(self) -> None:
+        """Come to an end without going on; what cannot be stopped is waited for elsewhere."""
 
     def submitted(self) -> Ticket:
         """The ticket. Raises the error of a leg that could not be submitted."""

@@ -12,7 +12,7 @@ from poolwright.runtime.controller.operation import DIRECTIONS
 
 @dataclass
 class Moved:
-    """Transfers of one pool in one direction. `busy`: seconds of submissions on the device; `waited`,
+    """Transfers of one pool in one direction. `busy`: seconds of submissions; `waited`,
     `longest`: seconds of operations in the queue."""
 
     operations: int = 0
@@ -36,21 +36,18 @@ class Statistics:
         """Count a leg that ended."""
         direction = leg.operations[0].direction
         for operation in leg.operations:
-            waited = leg.started - operation.asked
-            for name, pages in operation.pages.items():
+            waited, moved = leg.started - operation.asked, leg.moved(operation)
+            for name in operation.pages:
                 one = self._moved[name][direction]
                 one.operations += 1
+                one.failed += leg.error is not None
                 one.waited += waited
                 one.longest = max(one.longest, waited)
-                if leg.error is not None:
-                    one.failed += 1
-                    continue
-                one.pages += len(pages)
-                one.bytes += len(pages) * self._page_bytes[name]
-        if leg.error is None and leg.ticket is not None and leg.seconds is not None:
-            for name, path in leg.ticket.paths.items():
-                self._moved[name][direction].busy += leg.seconds
-                self._moved[name][direction].paths[path] += 1
+                one.pages += moved.get(name, 0)
+                one.bytes += moved.get(name, 0) * self._page_bytes[name]
+        for name, path in leg.paths.items():
+            self._moved[name][direction].busy += leg.seconds or 0.0
+            self._moved[name][direction].paths[path] += 1
 
     def of(self, name: str) -> dict[str, dict[str, object]]:
         """The counts of one pool by direction."""
