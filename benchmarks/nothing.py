@@ -56,6 +56,9 @@ class NoDriver(HostDriver):
         handle = self._events.pop() if self._events else object()
         return CudaEvent(handle, self._events)
 
+    def elapsed(self, begin: Event, end: Event) -> float:
+        return 0.0
+
     def copy(
         self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool
     ) -> None:

@@ -300,6 +300,20 @@ def test_a_wrong_operation_leaves_everything_as_it_was(wrong: str) -> None:
     assert not controller.start_writing() and not controller.start_loading()
 
 
+@pytest.mark.parametrize("wrong", [[0, 1], torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64), None])
+@pytest.mark.parametrize("unit", ["token", "page"])
+def test_what_is_no_list_of_ids_is_refused_by_name(wrong: Any, unit: str) -> None:
+    one, controller = made()
+    for call in (controller.write, controller.free):
+        with pytest.raises(ValueError, match=r"mla: (write|free): expected .*ids"):
+            call(wrong, unit=unit)
+    with pytest.raises(ValueError, match=r"mla: .*expected"):
+        controller.load(wrong, ids(0))
+    with pytest.raises(ValueError, match=r"mla: .*expected"):
+        controller.load(ids(0), wrong)
+    assert one.pool.available_size() == one.pool.size
+
+
 def test_names_that_are_not_there() -> None:
     controller = HybridCacheController(group_world(DRAFTED, first).group)
     for call in (

@@ -278,12 +278,14 @@ class Controller:
         return self._pools.alloc(counts)
 
     def _free(self, host: Mapping[str, torch.Tensor], unit: str) -> None:
-        named = self._tokens(self._named("free", host), unit)
+        listed = {name: ids.listed(name, "free", each) for name, each in self._named("free", host).items()}
+        named = self._tokens(listed, unit)
         with self._lock:
             self._alive()
             for name, each in named.items():
                 pool = self._own[name]
-                locked = self._book.locked(name) & {i // pool.page_size for i in each.tolist()}
+                locked = self._book.locked(name)
+                locked = locked & ids.pages_of(each, pool.page_size) if locked else locked
                 if locked:
                     raise ValueError(
                         f"{name}: page {min(locked)} is held by an operation; cancel it or take its ack"
@@ -291,7 +293,7 @@ class Controller:
             self._pools.free(named)
 
     def _write(self, given: Mapping[str, torch.Tensor], unit: str, key: object) -> Operation | None:
-        device = self._named("write", given)
+        device = {n: ids.listed(n, "write", each) for n, each in self._named("write", given).items()}
         with self._lock:
             self._alive()
             if not self._room("write_back"):

@@ -67,7 +67,7 @@ class Book:
         for name, device in queued.device.items():
             pages = self._pools[name]
             if queued.operation.direction in FILLING:
-                pages.sources -= Counter(device)
+                _give_up(pages.sources, device)
             else:
                 pages.targets -= device
 
@@ -78,7 +78,7 @@ class Book:
             if operation.direction in FILLING:
                 self._pools[name].written -= host
             else:
-                self._pools[name].read -= Counter(host)
+                _give_up(self._pools[name].read, host)
 
     def locked(self, name: str) -> set[int]:
         """Host pages of a pool that may not be freed."""
@@ -93,3 +93,12 @@ def _refuse(name: str, clash: Iterable[int], side: str, state: str, hint: str) -
     page = min(clash, default=None)
     if page is not None:
         raise ValueError(f"{name}: {side} page {page} is {state}: {hint}")
+
+
+def _give_up(held: Counter[int], pages: Iterable[int]) -> None:
+    """One holder fewer of each page. As subtraction does, which looks at all pages for that."""
+    for page in pages:
+        if held[page] == 1:
+            del held[page]
+        else:
+            held[page] -= 1

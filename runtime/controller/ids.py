@@ -10,6 +10,22 @@ from poolwright.runtime.controller.book import Queued
 from poolwright.runtime.controller.operation import Ids, Operation
 
 
+def listed(name: str, call: str, ids: torch.Tensor) -> torch.Tensor:
+    """The ids. Raises ValueError for what is no list of ids."""
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"{name}: {call}: expected a tensor of ids, got {type(ids).__name__}")
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
+        got = f"{ids.dtype} {list(ids.shape)}"
+        raise ValueError(f"{name}: {call}: expected ids of int32 or int64 in one dimension, got {got}")
+    return ids
+
+
+def pages_of(tokens: torch.Tensor, page_size: int) -> set[int]:
+    """The pages that token ids lie in."""
+    pages = tokens.div(page_size, rounding_mode="floor")
+    return set(torch.unique_consecutive(pages).tolist())
+
+
 def tokens_of(unit: str, page_size: int) -> int:
     """Tokens of one id. Raises ValueError for another unit than ``token`` and ``page``."""
     if unit not in ("token", "page"):
