@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("tests/test_gpu.py", "tests/test_gpu_pages.py")
+SUITES = ("tests/test_gpu.py", "tests/test_gpu_pages.py", "tests/test_gpu_controller.py")
 CONTRACTS = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *SUITES]
 SMALL = "back_to_back or producer_stream or page_ids or layers_arrive or captured"
 
