@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -349,7 +350,9 @@ def test_a_capture_is_refused_and_the_queue_stays() -> None:
 def test_a_fork_is_told() -> None:
     one, controller = made()
     controller.write(ids(0))
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in processes with threads
+        child = os.fork()
     if child == 0:
         calls = [controller.start_writing, controller.pop_acks, controller.reset, controller.statistics]
         calls += [lambda: controller.write(ids(1)), lambda: controller.free(ids(0))]

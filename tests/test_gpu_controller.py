@@ -1,4 +1,4 @@
-"""On a CUDA device: controllers, and the life of pools in an engine (threads, forks, captures, compile, sleep).
+"""On a CUDA device: controllers, and the life of pools in an engine: threads, forks, captures, sleep.
 
 Needs torch and a GPU. Run ``pytest -m gpu tests/test_gpu_controller.py``.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from poolwright.generated import Qwen3NextHostPoolGroup
+from poolwright.generated.groups.qwen3_next import Qwen3NextHostPoolGroup
 from poolwright.runtime.controller import HybridCacheController
 from poolwright.runtime.errors import PoolError, WrongProcess
 
@@ -194,7 +195,9 @@ def test_sleep_gives_the_memory_back_and_waking_finds_the_pages(bound: Any) -> N
 
 def test_a_fork_is_told(bound: Any) -> None:
     controller = HybridCacheController(bound[0])
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in processes with threads
+        child = os.fork()
     if child == 0:
         calls: list[Callable[[], object]] = [controller.start_writing, controller.pop_acks, controller.reset]
         told = 0
