@@ -4,7 +4,10 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: .venv demo test test-long mooncake-up mooncake-down clean
+# Where demo-spill leaves pages for demo-fetch: a folder, or mooncake:HOST:PORT (see mooncake-up).
+STORE ?= build/spill
+
+.PHONY: .venv demo demo-spill demo-fetch test test-long mooncake-up mooncake-down clean
 
 .venv: $(STAMP)
 
@@ -18,6 +21,13 @@ demo: $(STAMP)
 	$(BIN)/codegen build
 	$(BIN)/codegen verify
 	$(BIN)/python -m poolwright.runtime.integrations.demo
+
+# A process stores the cache of a prompt and is killed; another one goes on from it.
+demo-spill: $(STAMP)
+	$(BIN)/python -m poolwright.runtime.integrations.spill spill --store $(STORE)
+
+demo-fetch: $(STAMP)
+	$(BIN)/python -m poolwright.runtime.integrations.spill fetch --store $(STORE)
 
 test: $(STAMP)
 	$(BIN)/ruff check .

@@ -184,6 +184,10 @@ class Tier:
         self._controller._free(rest, "token")
         return found if kept else {}
 
+    def keys(self, page_hash: str) -> dict[str, str]:
+        """The key of this hash in storage for every pool with bytes."""
+        return {name: store.namespace.key(page_hash) for name, store in self._stores.items()}
+
     def close(self) -> None:
         """End what runs, then the threads. The storage stays open. Again: nothing happens."""
         if os.getpid() != self._controller._anchor._shared.owner:

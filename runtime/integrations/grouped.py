@@ -19,6 +19,7 @@ _OF_THE_GROUP = ("page_size", "capacity_pages", "device")
 
 class Grouped:
     """A group for the members of a cache. `names`: the group's pool of each member, by default its own name.
+    `spare`: pages of every pool beyond those of the cache, in front of them.
 
     `pools` and `host_ids` by member: ids of all pages of each pool. A pool of the group that the cache does
     not need is switched off. Raises ValueError for members that are not the group's, and what it raises.
@@ -32,6 +33,7 @@ class Grouped:
         *,
         names: Mapping[str, str] | None = None,
         path: str | None = None,
+        spare: int = 0,
     ) -> None:
         self._path = path
         self._names = {name: (names or {}).get(name, name) for name in (p.member.name for p in plans)}
@@ -44,11 +46,14 @@ class Grouped:
         arguments |= {name: {} for name in pages if name not in taken} | _lists(made, taken)
         off = {name: OFF for name in made.spec.members if name not in {*taken, *pages}}
         device = plans[0].member.share.device
-        self.group = made(**arguments, page_size=page_size, capacity_pages={**pages, **off}, device=device)
+        capacity = {name: count + spare for name, count in pages.items()}
+        self.group = made(**arguments, page_size=page_size, capacity_pages={**capacity, **off}, device=device)
         self.pools: dict[str, HostPool] = {n: self.group.pools[name] for n, name in self._names.items()}
-        wanted = {name: pages[name] * self.group.pools[name].page_size for name in self._leaders}
-        ids = self.group.alloc(wanted)
-        assert ids is not None  # the group was made for these pages
+        sizes = {name: self.group.pools[name].page_size for name in self._leaders}
+        before = self.group.alloc({name: spare * size for name, size in sizes.items()})
+        ids = self.group.alloc({name: pages[name] * size for name, size in sizes.items()})
+        assert before is not None and ids is not None  # the group was made for these pages
+        self.group.free(before)
         self.host_ids: dict[str, torch.Tensor] = {
             n: ids[members[name].index or name] for n, name in self._names.items()
         }

@@ -38,9 +38,9 @@ class CacheMover:
     The pools are built for `cache`, with room for exactly the pages that it fills; nothing is copied before
     `stage`. `page_size`: tokens of a page. `layout` and `form`: of every pool that has them (default: each
     pool's first). `pools`: by role a pool to take where several fit. `group`: a generated group that has the
-    pools, so that one call moves them all; `names`: its pool of each member that has another name there.
-    `path` forces a transfer path. Use it in a ``with`` statement, or `close` it. Raises ValueError and
-    PoolError; no pool is left behind then.
+    pools, so that one call moves them all; `names`: its pool of each member that has another name there;
+    `spare`: pages that each of its pools has beyond those of the cache. `path` forces a transfer path. Use it
+    in a ``with`` statement, or `close` it. Raises ValueError and PoolError; no pool is left behind then.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class CacheMover:
         group: str | None = None,
         names: Mapping[str, str] | None = None,
         path: str | None = None,
+        spare: int = 0,
     ) -> None:
         self._pools = dict(pools or {})
         self.members = members_of(taken_apart(cache, self._pools))
@@ -62,7 +63,7 @@ class CacheMover:
         if group is None:
             self._fleet = SideBySide(planned, path)
         else:
-            self._fleet = Grouped(group_class(group), planned, page_size, names=names, path=path)
+            self._fleet = Grouped(group_class(group), planned, page_size, names=names, path=path, spare=spare)
         self._books: tuple[Books, ...] = ()
         self._written = False
         try:
