@@ -190,29 +190,34 @@ class Transfers:
         order: Order | None = None,
         timed: bool = False,
     ) -> Ticket:
-        """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows.
+        """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows;
+        None: the caller's current one.
 
         Raises TransferError; none of the pages may be used then.
         """
         driver = self._driver
         stream = self._writes if direction == "write_back" else self._loads
         with self._lock, driver.guard():
+            if other is None:
+                other = driver.current_stream()
             driver.admit(other, self.name)
             keep: list[object] = [moves, self._bound]
+            on_device = checked = False
+            for move in moves:
+                on_device = on_device or move.batch.on_device is not None
+                checked = checked or move.checks is not None
             try:
                 self._hazards.forget(direction)
-                driver.wait(stream, driver.record(other))
-                for move in moves:
-                    if move.batch.on_device is not None:  # they may come from another stream than the rows
-                        driver.wait(stream, driver.record(driver.current_stream()))
-                        break
+                driver.follow(stream, other)
+                if on_device:  # ids may come from another stream than the rows
+                    driver.follow(stream, driver.current_stream())
                 before = self._hazards.before(direction, moves)
                 if before is not None:
                     driver.wait(stream, before)
                 began = driver.record(stream, timed=True) if timed else None
                 captured, marks = self._run(direction, moves, stream, order, keep)
                 verdict = None
-                if any(move.checks is not None for move in moves):
+                if checked:
                     captured = marks = None  # see Note [Comparing in order]
                     verdict = self._compare(direction, moves, stream, order, keep)
                 event = driver.record(stream, timed=timed)
@@ -246,7 +251,7 @@ class Transfers:
         so does the caller's stream, since there is no ticket to wait for."""
         try:
             for each in (self._writes, self._loads, self._out, self._in):
-                self._driver.wait(stream, self._driver.record(each))
+                self._driver.follow(stream, each)
             event = self._driver.record(stream)
             self._driver.wait(other, event)
             self._staging.hold(event)
@@ -271,17 +276,19 @@ class Transfers:
         counted is there whatever path a member took. Rows are gathered before a slower kernel reads others.
         """
         self._staging.delayed = 0
-        paths: dict[str, list[Move]] = {}
+        direct: list[Move] = []
+        staged: list[Move] = []
         for move in moves if order is None or order.layers else ():
-            if move.batch.host and not self.members[move.member].empty:
-                paths.setdefault(move.path, []).append(move)
-        direct, staged = paths.pop("zero_copy", None), paths.pop("staged", None)
-        for path, rest in paths.items():
-            for move in rest:
-                if path == "host":
-                    self._atoms(direction, move, order)
-                else:
-                    self._indexing(direction, move, stream, order)
+            if not move.batch.host or self.members[move.member].empty:
+                continue
+            if move.path == "zero_copy":
+                direct.append(move)
+            elif move.path == "staged":
+                staged.append(move)
+            elif move.path == "host":
+                self._atoms(direction, move, order)
+            else:
+                self._indexing(direction, move, stream, order)
         captured: Event = None
         marks: LayerMarks | None = None
         if staged and direction == "write_back":
@@ -291,7 +298,7 @@ class Transfers:
             if captured is not None:
                 captured = self._driver.record(stream)
         if staged and direction == "write_back":
-            self._driver.wait(stream, self._driver.record(self._out))
+            self._driver.follow(stream, self._out)
         elif staged:
             self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep)
         return captured, marks
