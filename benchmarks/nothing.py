@@ -13,6 +13,11 @@ from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels, bl
 from poolwright.runtime.driver.host import HostDriver
 from poolwright.runtime.program import GroupProgram, SizedProgram
 
+
+def _nothing(*_: object) -> None:
+    """A call of the driver."""
+
+
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
@@ -36,6 +41,7 @@ class NoDriver(HostDriver):
 
     def __init__(self) -> None:
         self._events: list[object] = []
+        self._followed: dict[int, object] = {}
         self._batch = BatchCopy(lambda *_: 0, 8)
 
     def kernels(
@@ -58,6 +64,13 @@ class NoDriver(HostDriver):
 
     def elapsed(self, begin: Event, end: Event) -> float:
         return 0.0
+
+    def follow(self, stream: Stream, other: Stream) -> None:
+        event = self._followed.get(other)
+        if event is None:
+            event = self._followed[other] = object()
+        if _nothing(event, other) is None:
+            _nothing(stream, event)
 
     def copy(
         self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool

@@ -141,4 +141,4 @@ def _part(batch: Batch, first: int, most: int) -> Batch:
         each = len(ids) // len(batch.host)
         ids = ids[first * each : (first + count) * each]
     host = array("I", range(count))
-    return batch._replace(host=host, device=batch.device[first : first + most], on_device=ids)
+    return Batch(batch.unit, host, batch.device[first : first + most], on_device=ids)

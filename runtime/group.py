@@ -201,7 +201,7 @@ class HostPoolGroup:
         same path; a pool that takes another's ids moves with it.
         """
         found = self._moves("write_back", moves, unit, validate, path, qos, False)
-        return self._shared.transfers.submit("write_back", found, self._caller(producer), timed=timed)
+        return self._shared.transfers.submit("write_back", found, producer, timed=timed)
 
     @opaque
     def load(
@@ -223,7 +223,7 @@ class HostPoolGroup:
         numbers = tuple(number for name in named for number in self.pools[name]._numbers)
         steps = self._shared.transfers.ordered(numbers, order, layers)
         found = self._moves("load", moves, unit, validate, path, qos, steps is not None)
-        return self._shared.transfers.submit("load", found, self._caller(readers), steps, timed)
+        return self._shared.transfers.submit("load", found, readers, steps, timed)
 
     def _moves(
         self,
@@ -278,6 +278,3 @@ class HostPoolGroup:
             if source is not None:
                 raise ValueError(f"{self.spec.name}: {call}: {name} takes the ids of {source}: name that")
         return found
-
-    def _caller(self, stream: Stream) -> Stream:
-        return self._shared.code.driver.current_stream() if stream is None else stream

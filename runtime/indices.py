@@ -11,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,21 +36,43 @@ class Limits:
     device: torch.device = CPU
 
 
-class Batch(NamedTuple):
+class Batch:
     """Checked ids, as the 32-bit numbers that kernels read. `unit` ``pages`` or ``tokens``: what both lists
     hold. With `on_device` the device ids lie there, in that unit, and `host` holds page ids.
 
-    `host_pages`, `device_pages`: the pages touched; None: only the device knows. `bad`: asked when all is
-    done, which host pages were skipped.
+    `bad`: asked when all is done, which host pages were skipped. Sets of pages that are not given are made
+    when they are asked for: few are.
     """
 
-    unit: str
-    host: array[int]
-    device: array[int]
-    host_pages: set[int]
-    device_pages: set[int] | None
-    on_device: torch.Tensor | None = None
-    bad: Callable[[], Sequence[int]] | None = None
+    __slots__ = ("_device_pages", "_host_pages", "bad", "device", "host", "on_device", "unit")
+
+    def __init__(
+        self,
+        unit: str,
+        host: array[int],
+        device: array[int],
+        host_pages: set[int] | None = None,
+        device_pages: set[int] | None = None,
+        on_device: torch.Tensor | None = None,
+        bad: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.unit, self.host, self.device = unit, host, device
+        self._host_pages, self._device_pages = host_pages, device_pages
+        self.on_device, self.bad = on_device, bad
+
+    @property
+    def host_pages(self) -> set[int]:
+        """The host pages touched."""
+        if self._host_pages is None:
+            self._host_pages = set(self.host)
+        return self._host_pages
+
+    @property
+    def device_pages(self) -> set[int] | None:
+        """The device pages touched; None: only the device knows."""
+        if self._device_pages is None and self.on_device is None:
+            self._device_pages = set(self.device)
+        return self._device_pages
 
 
 def batch(
@@ -112,7 +134,7 @@ def _twice(limits: Limits, name: str, unit: str, ids: Sequence[int]) -> ValueErr
     )
 
 
-def _check_reserved(limits: Limits, pages: set[int]) -> None:
+def _check_reserved(limits: Limits, pages: Collection[int]) -> None:
     for page in limits.reserved:
         if page in pages:
             raise ValueError(f"{limits.pool}: device ids: {page} is reserved and is never moved")
@@ -124,15 +146,19 @@ def _page_batch(
     """Whole pages on both sides; `word`: what the caller's lists hold, for messages."""
     here = _numbers(limits, "host", word, host, limits.host_pages)
     there = _numbers(limits, "device", word, device, limits.device_pages)
-    host_pages, device_pages = set(host), set(device)
     if limits.reserved:
-        _check_reserved(limits, device_pages)
-    if level != "off":
-        if writes_host and len(host_pages) != len(host):
+        _check_reserved(limits, device)
+    if level == "off":
+        return Batch("pages", here, there)
+    if writes_host:
+        pages = set(host)
+        if len(pages) != len(host):
             raise _twice(limits, "host ids", "page", host)
-        if not writes_host and len(device_pages) != len(device):
-            raise _twice(limits, "device ids", "page", device)
-    return Batch("pages", here, there, host_pages, device_pages)
+        return Batch("pages", here, there, pages)
+    pages = set(device)
+    if len(pages) != len(device):
+        raise _twice(limits, "device ids", "page", device)
+    return Batch("pages", here, there, None, pages)
 
 
 def _numbers(limits: Limits, side: str, word: str, ids: list[int], end: int) -> array[int]:

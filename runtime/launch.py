@@ -29,8 +29,8 @@ Part = tuple[int, Place, Batch, Steps | None]
 
 
 class _Block:
-    """Parameters of one pool. `most`, `most_layered`: ids that one launch can count, `nbytes`,
-    `nbytes_layered`: bytes of an id; all by unit."""
+    """Parameters of one pool. `sizes`, `layered`: by unit, how many ids one launch can count, and bytes of an
+    id. `inside`: ids in the parameters, as `ids` says where they are now."""
 
     def __init__(self, member: Member, align: int) -> None:
         table = 0 if member.table is None else member.table.address
@@ -40,14 +40,20 @@ class _Block:
         self.view = (ctypes.c_int64 * (3 + count))(_signed(table), 0, 0, *strides)
         self.ids = (ctypes.c_uint8 * _IDS.size)()
         self.place: Place | None = None  # the one in `view`
-        self.most, self.most_layered = (
-            {unit: member.program.ids_per_launch(unit, layered, align) for unit in ("pages", "tokens")}
-            for layered in (False, True)
+        self.inside: tuple[int, int, int] | None = None
+        program = member.program
+        self.sizes, self.layered = (
+            {
+                u: (program.ids_per_launch(u, way, align), program.bytes_per_id(u, way))
+                for u in ("pages", "tokens")
+            }
+            for way in (False, True)
         )
-        self.nbytes, self.nbytes_layered = (
-            {unit: member.program.bytes_per_id(unit, layered) for unit in ("pages", "tokens")}
-            for layered in (False, True)
-        )
+
+    def clear(self) -> None:
+        """No ids: the pool does not move."""
+        ctypes.memset(self.ids, 0, _IDS.size)
+        self.inside = None
 
 
 class Launcher:
@@ -68,7 +74,7 @@ class Launcher:
         self._bulk = Parameters(*blocks, self._few)
         self._layered = Parameters(*blocks, self._few, self._steps, self._window, self._done)
         self._ready: dict[tuple[str, bool, str], Launch] = {}
-        self._used: list[_Block] = []
+        self._used: list[int] = []
 
     def launch(
         self,
@@ -86,28 +92,30 @@ class Launcher:
         run, also when it fails.
         """
         layered = parts[0][3] is not None
-        used = [self._blocks[part[0]] for part in parts]
-        if used != self._used:
-            for block in self._used:
-                ctypes.memset(block.ids, 0, _IDS.size)
-            self._used = used
+        if len(self._blocks) > 1:
+            self._clear_others(parts)
         few, unit, nbytes = 0, "pages", 0
-        for (_, place, batch, order), block in zip(parts, used, strict=True):
-            count = len(batch.host)
+        for number, place, batch, order in parts:
+            block, count = self._blocks[number], len(batch.host)
             here = 0 if order is None else self._steps_of(order, stream, keep)
             end = few + 2 * count
             if end <= FEW and batch.unit == "pages" and batch.on_device is None:
-                self._numbers[few:end] = batch.host + batch.device
-                _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
+                self._numbers[few : few + count] = batch.host
+                self._numbers[few + count : end] = batch.device
+                inside = (count, few, here)
+                if block.inside != inside:
+                    _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
+                    block.inside = inside
                 few = end
             else:
                 count = self._listed(block, batch, here, stream, keep)
                 unit = "tokens" if batch.unit == "tokens" else unit
-            if count > (block.most_layered if layered else block.most)[batch.unit]:
+            most, each = (block.layered if layered else block.sizes)[batch.unit]
+            if count > most:
                 raise PoolError(
                     f"{count} {batch.unit} are more than one launch can count; move fewer at once"
                 )
-            nbytes += count * (block.nbytes_layered if layered else block.nbytes)[batch.unit]
+            nbytes += count * each
             if block.place is not place:
                 block.view[1], block.view[2] = block.place = place
         if layered:
@@ -121,6 +129,14 @@ class Launcher:
         launch(stream, grid)
         return grid * self._kernels.arrivals
 
+    def _clear_others(self, parts: Sequence[Part]) -> None:
+        """What the last launch moved and this one does not."""
+        used = [part[0] for part in parts]
+        if used != self._used:
+            for number in self._used:
+                self._blocks[number].clear()
+            self._used = used
+
     def _prepare(self, direction: str, layered: bool, unit: str) -> Launch:
         name = f"{direction}_layer_{unit}" if layered else f"{direction}_{unit}"
         made = self._kernels.prepare(name, self._layered if layered else self._bulk)
@@ -129,7 +145,7 @@ class Launcher:
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
-        count, on_device = len(batch.host), batch.on_device
+        count, on_device, block.inside = len(batch.host), batch.on_device, None
         lists = batch.host + batch.device
         memory = self._driver.allocate(4 * max(len(lists), 1))
         keep.append(memory)

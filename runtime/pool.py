@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -141,6 +141,9 @@ class HostPool(Pages):
         self._shared, self._transfers = shared, shared.transfers
         self.name = shared.member or self.spec.name
         self._backend = Backend(self.program, self.device, shared.code)
+        costs = shared.code.costs.load
+        # Where ranges are small, their number decides how long copies take, and neighbours are copied as one.
+        self._merges = self.page_bytes < self._backend.range_count * costs.copy * costs.link_rate
         nbytes = self.host_layout(self.page_num).nbytes
         available = available_host_bytes()
         if nbytes > available:
@@ -373,7 +376,7 @@ class HostPool(Pages):
         ticket tells its seconds.
         """
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
-        return self._transfers.submit("write_back", moves, self._caller(producer), timed=timed)
+        return self._transfers.submit("write_back", moves, producer, timed=timed)
 
     @opaque
     def load(
@@ -397,7 +400,7 @@ class HostPool(Pages):
         """
         steps = self._transfers.ordered(self._numbers, order, layers)
         moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
-        return self._transfers.submit("load", moves, self._caller(readers), steps, timed)
+        return self._transfers.submit("load", moves, readers, steps, timed)
 
     def _moves(
         self,
@@ -411,7 +414,7 @@ class HostPool(Pages):
         layered: bool = False,
     ) -> list[Move]:
         """This pool's part of a submission, and that of the pools which take its ids. Raises ValueError."""
-        if qos not in (None, "background", "urgent"):
+        if qos is not None and qos not in ("background", "urgent"):
             raise ValueError(f"{self.name}: qos: expected background or urgent, got {qos!r}")
         if self._source is not None:
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
@@ -501,7 +504,7 @@ class HostPool(Pages):
         path = self._engine_path(io_backend)
         path = None if path == "staged" else path  # one layer of a page is no range of the copy engine
         ticket = self.load(host_indices, device_indices, layers=[layer_id], path=path)
-        stream = self._caller(None)
+        stream = self._backend.driver.current_stream()
         if stream is not None:
             ticket.wait(stream)
         ticket.detach()
@@ -560,11 +563,13 @@ class HostPool(Pages):
         self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
     ) -> tuple[str, float | None]:
         """The path, and the seconds that the cost model expects of it."""
-        forced = self._forced if path is None else path
-        pages_known = batch.on_device is None or batch.bad is None  # else the device skips wrong ones
-        whole = not layered and pages_known and (batch.unit == "pages" or batch.on_device is not None)
-        merged = self._merged(batch) if whole else 1
-        key = (direction, len(batch.host_pages), layered, whole, merged, qos, forced)
+        pages, whole = len(batch.host), not layered
+        if batch.on_device is not None:
+            whole = whole and batch.bad is None  # else the device skips wrong ones
+        elif batch.unit == "tokens":
+            pages, whole = -(-pages // self.page_size), False
+        merged = self._merged(batch.host) if whole and self._merges else 1
+        key = (direction, pages, layered, whole, merged, qos, self._forced if path is None else path)
         taken = self._choices.get(key)
         if taken is None:
             if len(self._choices) >= CHOICES_KEPT:
@@ -572,15 +577,13 @@ class HostPool(Pages):
             try:
                 taken = self._choices[key] = self._decide(*key)
             except ValueError as error:
-                where = " (POOLWRIGHT_PATH is set)" if path is None and forced != "auto" else ""
+                where = " (POOLWRIGHT_PATH is set)" if path is None and self._forced != "auto" else ""
                 raise ValueError(f"{self.name}: {error}{where}") from None
         return taken
 
-    def _merged(self, batch: indices.Batch) -> int:
-        """How many host pages follow each other on average, as a power of two; 1 where it does not matter."""
-        host, costs = batch.host, self._shared.code.costs
-        small = self._backend.range_count * costs.load.copy * costs.load.link_rate
-        if self.page_bytes >= small or not host:
+    def _merged(self, host: Sequence[int]) -> int:
+        """How many host pages follow each other on average, as a power of two."""
+        if not host:
             return 1
         ordered = sorted(host)
         runs = 1 + sum(b - a != 1 for a, b in pairwise(ordered))
@@ -612,9 +615,6 @@ class HostPool(Pages):
         costs = self._shared.code.costs
         path = choice.choose(work, self.path_report(), costs, forced)
         return path, predict(path, work, costs)
-
-    def _caller(self, stream: Stream) -> Stream:
-        return self._backend.driver.current_stream() if stream is None else stream
 
 
 def indices_align(nbytes: int) -> int:

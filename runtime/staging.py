@@ -58,7 +58,7 @@ class _Stage:
             pages = host[i : i + size]
             part = on_device if on_device is None else on_device[i * span : (i + size) * span]
             inside = array("I", range(len(pages)))
-            yield pages, Batch(batch.unit, inside, device[i : i + size], set(), None, part)
+            yield pages, Batch(batch.unit, inside, device[i : i + size], on_device=part)
 
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
         """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
@@ -142,7 +142,7 @@ class Staging:
     ) -> None:
         """Copy in `copies`, scatter in `stream`."""
         driver = self._driver
-        driver.wait(copies, driver.record(stream))
+        driver.follow(copies, stream)
         for chunk in self._chunks(moves, "load"):
             slot = chunk.slot_number
             free = self._free[slot]

@@ -201,29 +201,34 @@ class Transfers:
         order: Order | None = None,
         timed: bool = False,
     ) -> Ticket:
-        """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows.
+        """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows;
+        None: the caller's current one.
 
         Raises TransferError; none of the pages may be used then.
         """
         driver = self._driver
         stream = self._writes if direction == "write_back" else self._loads
         with self._lock, driver.guard():
+            if other is None:
+                other = driver.current_stream()
             driver.admit(other, self.name)
             keep: list[object] = [moves, self._bound]
+            on_device = checked = False
+            for move in moves:
+                on_device = on_device or move.batch.on_device is not None
+                checked = checked or move.checks is not None
             try:
                 self._hazards.forget(direction)
-                driver.wait(stream, driver.record(other))
-                for move in moves:
-                    if move.batch.on_device is not None:  # they may come from another stream than the rows
-                        driver.wait(stream, driver.record(driver.current_stream()))
-                        break
+                driver.follow(stream, other)
+                if on_device:  # ids may come from another stream than the rows
+                    driver.follow(stream, driver.current_stream())
                 before = self._hazards.before(direction, moves)
                 if before is not None:
                     driver.wait(stream, before)
                 began = driver.record(stream, timed=True) if timed else None
                 captured, marks = self._run(direction, moves, stream, order, keep)
                 verdict = None
-                if any(move.checks is not None for move in moves):
+                if checked:
                     captured = marks = None  # see Note [Comparing in order]
                     verdict = self._compare(direction, moves, stream, order, keep)
                 event = driver.record(stream, timed=timed)
@@ -257,7 +262,7 @@ class Transfers:
         so does the caller's stream, since there is no ticket to wait for."""
         try:
             for each in (self._writes, self._loads, self._out, self._in):
-                self._driver.wait(stream, self._driver.record(each))
+                self._driver.follow(stream, each)
             event = self._driver.record(stream)
             self._driver.wait(other, event)
             self._staging.hold(event)
@@ -309,7 +314,7 @@ class Transfers:
         if gathers:
             if direct:
                 captured = self._driver.record(stream)
-            self._driver.wait(stream, self._driver.record(self._out))
+            self._driver.follow(stream, self._out)
         elif staged:
             self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep)
         return captured, marks

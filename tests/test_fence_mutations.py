@@ -22,7 +22,7 @@ from poolwright.runtime.driver.simulated_memory import SimulationError
 
 MODULES = (transfer, staging, launch, ticket, hazards, checks)
 USERS = (*MODULES, pool, backend)
-CALLS = {"wait", "wait_value", "synchronize", "admit"}
+CALLS = {"wait", "follow", "wait_value", "synchronize", "admit"}
 KEPT = {"keep.append", "_counters_of_all_pools.append", "self._lost.append"}
 DRIVERS = {"driver", "self._driver"}
 

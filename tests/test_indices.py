@@ -94,7 +94,7 @@ def test_lists_become_what_a_plain_reading_of_them_says(
     else:
         made = indices.batch(limits, *tensors, "token", "cheap", writes_host)
         assert (made.host.typecode, made.device.typecode) == ("I", "I")
-        assert (made.unit, list(made.host), list(made.device), *made[3:5]) == expected
+        assert (made.unit, list(made.host), list(made.device), made.host_pages, made.device_pages) == expected
         assert made.on_device is None and made.bad is None
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
 

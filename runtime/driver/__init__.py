@@ -119,6 +119,10 @@ class Driver(Protocol):
         """Work submitted to `stream` from now on runs after `event`."""
         ...
 
+    def follow(self, stream: Stream, other: Stream) -> None:
+        """Work submitted to `stream` from now on runs after everything submitted to `other` so far."""
+        ...
+
     def done(self, event: Event) -> bool:
         """Whether the event has happened."""
         ...

@@ -127,6 +127,7 @@ class CudaDriver:
         self._record, self._wait = driver.cuEventRecord, driver.cuStreamWaitEvent
         self._events: list[Any] = []
         self._timed: list[Any] = []
+        self._followed: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._batch = _batch_copy()
 
@@ -222,6 +223,19 @@ class CudaDriver:
         (code,) = self._wait(target, event.handle, 0)
         if code is not self._ok:
             _check((code, None), "wait for an event")
+
+    def follow(self, stream: Stream, other: Stream) -> None:
+        # One event for each stream that is followed: a wait is for what the event stood for when it was put.
+        # A thread that comes between the two calls can only move it to a later moment of the same stream.
+        behind = other if type(other) is int else other.cuda_stream
+        event = self._followed.get(behind)
+        if event is None:
+            event = self._followed[behind] = _check(self._api.cuEventCreate(2), "create an event")
+        (code,) = self._record(event, behind)
+        if code is self._ok:
+            (code,) = self._wait(stream if type(stream) is int else stream.cuda_stream, event, 0)
+        if code is not self._ok:
+            _check((code, None), "order streams")
 
     def done(self, event: Event) -> bool:
         (code,) = self._api.cuEventQuery(event.handle)

@@ -83,6 +83,9 @@ class HostDriver:
     def wait(self, stream: Stream, event: Event) -> None:
         return None
 
+    def follow(self, stream: Stream, other: Stream) -> None:
+        return None
+
     def done(self, event: Event) -> bool:
         return True
 

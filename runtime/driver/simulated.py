@@ -316,6 +316,9 @@ class SimulatedDriver:
 
             self._submit(stream, f"wait for {event.name}", [step], control=True, ready=lambda: event.happened)
 
+    def follow(self, stream: SimulatedStream, other: SimulatedStream) -> None:
+        self.wait(stream, self.record(other))
+
     def done(self, event: SimulatedEvent) -> bool:
         with self._call("done", guarded=False):
             for _ in range(self._choose(4)):
