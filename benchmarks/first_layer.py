@@ -2,7 +2,7 @@
 
 In: a CUDA device. Out: a line for each load in layer order, in microseconds after the moment from which it
 could begin. `arrivals`: when the first, the middle and the last warp have counted the first layer, as seen by
-a kernel that watches the counter; `value`: when a stream goes on that waits for the value; `spin`: when a
+a kernel that watches the counter (all of it is one launch here); `value`: when a stream goes on that waits for the value; `spin`: when a
 kernel does that spins on the counter; `event`: when a stream goes on that waits for the event of a load of
 the first layer alone, which the others follow. `share` is the load's own time divided by its layers. Blocks,
 and vectors that a thread has in flight, are varied.
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 import shapes
 
 from poolwright.runtime import jit, program
-from poolwright.runtime.driver import Parameters
+from poolwright.runtime.driver import Parameters, Windows
 from poolwright.runtime.driver.cuda import CudaKernels
 
 CELLS = ((4, 1), (4, 8), (0, 8), (0, 64), (1, 8), (1, 64), (2, 8), (2, 64))
@@ -40,6 +40,11 @@ PATIENCE = 200_000_000
 """Nanoseconds after which a kernel stops waiting."""
 
 MOST_ARRIVALS = 4096
+
+
+def counted(kernels: CudaKernels, step_bytes: int, steps: int) -> Windows:
+    """Every window of one launch, so that a counter tells the first layer too."""
+    return Windows(0, max(1, min((512 << 10) // step_bytes, steps - 1)))
 
 
 class Clocks:
@@ -174,6 +179,7 @@ def main() -> int:
         return (*plain(self, of), ("PW_IN_FLIGHT", str(options.flight)))
 
     program.SizedProgram.constants = constants  # type: ignore[method-assign]
+    CudaKernels.windows = counted  # type: ignore[method-assign]
     make: Callable[[], Any] = torch.cuda.Stream
     with torch.cuda.stream(make()):
         clocks = Clocks()
