@@ -2,9 +2,10 @@
 
 In: a CUDA device. Out: a line for each load in layer order, in microseconds after the moment from which it
 could begin. `arrivals`: when the first, the middle and the last warp have counted the first layer, as seen by
-a kernel that watches the counter (all of it is one launch here); `value`: when a stream goes on that waits for the value; `spin`: when a
+a kernel that watches the counter; `value`: when a stream goes on that waits for the value; `spin`: when a
 kernel does that spins on the counter; `event`: when a stream goes on that waits for the event of a load of
-the first layer alone, which the others follow. `share` is the load's own time divided by its layers. Blocks,
+the first layer alone, which the others follow. The first is one launch here, else the first layer would
+never be counted. `share` is the load's own time divided by its layers. Blocks,
 and vectors that a thread has in flight, are varied.
 
 Run ``python benchmarks/first_layer.py``; ``--help`` lists the options.
