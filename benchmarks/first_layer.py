@@ -4,7 +4,8 @@ In: a CUDA device. Out: a line for each load in layer order, in microseconds aft
 could begin. `arrivals`: when the first, the middle and the last warp have counted the first layer, as seen by
 a kernel that watches the counter; `value`: when a stream goes on that waits for the value; `spin`: when a
 kernel does that spins on the counter; `event`: when a stream goes on that waits for the event of a load of
-the first layer alone, which the others follow. `share` is the load's own time divided by its layers. Blocks,
+the first layer alone, which the others follow. The first is one launch here, else the first layer would
+never be counted. `share` is the load's own time divided by its layers. Blocks,
 and vectors that a thread has in flight, are varied.
 
 Run ``python benchmarks/first_layer.py``; ``--help`` lists the options.
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 import shapes
 
 from poolwright.runtime import jit, program
-from poolwright.runtime.driver import Parameters
+from poolwright.runtime.driver import Parameters, Windows
 from poolwright.runtime.driver.cuda import CudaKernels
 
 CELLS = ((4, 1), (4, 8), (0, 8), (0, 64), (1, 8), (1, 64), (2, 8), (2, 64))
@@ -40,6 +41,11 @@ PATIENCE = 200_000_000
 """Nanoseconds after which a kernel stops waiting."""
 
 MOST_ARRIVALS = 4096
+
+
+def counted(kernels: CudaKernels, step_bytes: int, steps: int) -> Windows:
+    """Every window of one launch, so that a counter tells the first layer too."""
+    return Windows(0, max(1, min((512 << 10) // step_bytes, steps - 1)))
 
 
 class Clocks:
@@ -174,6 +180,7 @@ def main() -> int:
         return (*plain(self, of), ("PW_IN_FLIGHT", str(options.flight)))
 
     program.SizedProgram.constants = constants  # type: ignore[method-assign]
+    CudaKernels.windows = counted  # type: ignore[method-assign]
     make: Callable[[], Any] = torch.cuda.Stream
     with torch.cuda.stream(make()):
         clocks = Clocks()

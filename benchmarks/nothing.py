@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
-from poolwright.runtime.driver import Event, Launch, Parameters, Stream
-from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels, blocks
+from poolwright.runtime.driver import Event, Launch, Parameters, Stream, Windows, sizes
+from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels
 from poolwright.runtime.driver.host import HostDriver
 from poolwright.runtime.program import GroupProgram, SizedProgram
 
@@ -24,11 +24,13 @@ _HERE: AbstractContextManager[None] = nullcontext()
 class NoKernels:
     """Launches nothing."""
 
-    window: ClassVar[int] = CudaKernels.window
     arrivals: ClassVar[int] = CudaKernels.arrivals
 
     def grid(self, purpose: str, nbytes: int) -> int:
-        return blocks(purpose, nbytes)
+        return sizes.blocks(purpose, nbytes)
+
+    def windows(self, step_bytes: int, steps: int) -> Windows:
+        return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
         return lambda stream, grid: None

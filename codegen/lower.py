@@ -368,6 +368,13 @@ def _walk(name: str, outer: tuple[str, ...], host: Placed, device: Side, inside:
     )
 
 
+def runs_inside_layer(item: Item, walk: Walk) -> Expr:
+    """Runs of one layer that lie before the same runs of the next layer on the host."""
+    order = [axis.name for axis in item.host.axes]
+    inside = order[order.index("layer") :]
+    return expr.product([axis.extent for axis in walk.loops if axis.name in inside])
+
+
 # ---- ranges -----------------------------------------------------------------------------------
 
 

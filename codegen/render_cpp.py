@@ -204,6 +204,8 @@ def _walk(item: Item, walk: Walk, names: Mapping[Expr, Expr]) -> dict[str, Any]:
         "atom": cpp(walk.atom_bytes),
         "runs_name": walk_name("runs", item, walk),
         "runs": cpp(walk.runs),
+        "inner_name": walk_name("inner", item, walk) if layer else "",
+        "inner": cpp(lower.runs_inside_layer(item, walk)) if layer else "",
         "vector_name": walk_name("vector", item, walk),
         "grain": _short(known, walk.grain),
         "run_name": walk_name("run", item, walk),
@@ -220,7 +222,8 @@ def _walk(item: Item, walk: Walk, names: Mapping[Expr, Expr]) -> dict[str, Any]:
 def walk_comment(item: Item, walk: Walk) -> str:
     loops = " x ".join(axis.name for axis in walk.loops) or "1"
     atom = " x ".join(axis.name for axis in walk.atom) or "one item"
-    return f"{item.name}, {WALK_WORDS[walk.name]}: {loops} runs of {atom}"
+    inner = "; on the host `inner` of one layer, then of the next" if "layer" in walk.outer else ""
+    return f"{item.name}, {WALK_WORDS[walk.name]}: {loops} runs of {atom}{inner}"
 
 
 def _split_ids(walk: Walk) -> list[str]:
@@ -318,29 +321,34 @@ def _move(item: Item, walk: str) -> dict[str, Any]:
     layered = walk.startswith("layer_")
     layer = ", layer" if layered else ""
     end = f"{item.ident}_{walk}"
+    run = "at / pw::divisor(vectors) % pw::divisor(runs)"
     place = [
         "const u32 id = at / pw::divisor(i64(runs) * vectors);",
         "if (ids.device(id) == pw::skipped) continue;",
     ]
     if layered:
+        run = "turn.run"
         place = [
-            "const u32 turn = at / pw::divisor(i64(runs) * vectors), id = turn % count;",
-            "const u32 layer = steps.number(turn / count);",
+            f"constexpr u32 inner = pw::divisor(inner_{end});",
+            "const pw::Turn turn = pw::turn(at / pw::divisor(vectors), inner, runs, steps.count);",
+            "const u32 id = turn.id, layer = steps.number(turn.step);",
             "if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;",
         ]
     words = WALK_WORDS[walk].replace("one layer", "one layer a step")
     return {
         "comment": f"{item.name}, {words}.",
         "name": f"move_{end}",
-        "parameter": ", const pw::Column& steps" if layered else "",
+        "parameter": ", const pw::Column& steps, const u32 lane" if layered else "",
+        "result": "u32" if layered else "void",
+        "lane": "lane" if layered else "pw::lane()",
+        "end": ["return pw::next(lane, pw::lanes(), total);"] if layered else [],
         "total": ("steps.count * " if layered else "") + "count * runs * vectors",
         "place": place,
         "vector": f"vector_{end}",
         "atom": f"atom_{end}",
         "runs": f"runs_{end}",
         "ids": f"pw::{ids_struct(walk)}",
-        "run": f"run_{end}(view, {host_id(walk)}, ids.device(id){layer}, "
-        "at / pw::divisor(vectors) % pw::divisor(runs))",
+        "run": f"run_{end}(view, {host_id(walk)}, ids.device(id){layer}, {run})",
     }
 
 
@@ -350,6 +358,7 @@ def _whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
         "name": f"move_{walk}",
         "ids": f"pw::{ids_struct(walk)}",
         "parameters": "",
+        "result": "void",
         "lines": [f"move_{item.ident}_{walk}<Way>(view, ids, count);" for item in items],
     }
 
@@ -360,7 +369,8 @@ def _layer_whole(lowered: Lowered, walk: str) -> dict[str, Any]:
     for at, name in enumerate(columns(lowered)):
         for item in lowered.programs[0].items:
             if item.layers == name and name:
-                lines.append(f"move_{item.ident}_layer_{walk}<Way>(view, ids, count, steps.column({at}));")
+                move = f"move_{item.ident}_layer_{walk}<Way>(view, ids, count, steps.column({at}), lane)"
+                lines.append(f"lane = {move};")
             elif item.layers == name:
                 lines.append(
                     f"if (steps.column({at}).any()) move_{item.ident}_{walk}<Way>(view, ids, count);"
@@ -369,8 +379,9 @@ def _layer_whole(lowered: Lowered, walk: str) -> dict[str, Any]:
         "comment": f"Steps in layer order, {WALK_WORDS[walk]}; columns: {columns_text(columns(lowered))}.",
         "name": f"move_steps_{walk}",
         "ids": f"pw::{ids_struct(walk)}",
-        "parameters": ", const pw::Steps& steps",
-        "lines": lines,
+        "parameters": ", const pw::Steps& steps, u32 lane",
+        "result": "u32",
+        "lines": [*lines, "return lane;"],
     }
 
 
@@ -412,11 +423,12 @@ def _part(part: str) -> dict[str, Any]:
             "parameters": few,
             "lines": [f"move_{unit}<pw::{way}>(view, {ids}, ids.count);"],
         }
+    window = "ids.window(n, columns, now)"
     return {
         "name": part,
         "parameters": f"{few}, {STEPS}",
         "lines": in_windows(
-            [f"move_steps_{unit}<pw::{way}>(view, {ids}, ids.count, ids.turn(n, columns, now));"]
+            [f"lane = move_steps_{unit}<pw::{way}>(view, {ids}, ids.count, {window}, lane);"]
         ),
     }
 
@@ -428,6 +440,7 @@ STEPS = "u32 steps, u32 window, u32* done"
 def in_windows(lines: Sequence[str]) -> list[str]:
     """All steps, `now` of them at a time from step `n` on."""
     return [
+        "u32 lane = pw::lane();",
         "for (u32 n = 0; n < steps; n += window) {",
         "  const u32 now = pw::fewer(window, steps - n);",
         *(f"  {line}" for line in lines),

@@ -108,10 +108,10 @@ def _kernel(part: str, moved: Sequence[Member]) -> dict[str, Any]:
 def _call(part: str, way: str, member: Member) -> str:
     """One member's moves in a kernel, by page or by token as its ids say."""
     step = "steps_" if "_layer_" in part else ""
-    at = f", {member.name}_ids.turn(n, {member.name}::columns, now)" if step else ""
+    at = f", {member.name}_ids.window(n, {member.name}::columns, now), lane" if step else ""
 
     def move(unit: str, ids: str) -> str:
-        name = f"{member.name}::move_{step}{unit}<pw::{way}>"
+        name = ("lane = " if step else "") + f"{member.name}::move_{step}{unit}<pw::{way}>"
         return f"{name}({member.name}_view, {member.name}_ids.{ids}, {member.name}_ids.count{at})"
 
     pages = move("pages", "pages(few)")

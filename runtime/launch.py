@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from poolwright.runtime.driver import Driver, Kernels, Launch, Parameters, Stream
+from poolwright.runtime.driver import Driver, Event, Kernels, Launch, Parameters, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.moves import Member, Place, Steps
@@ -23,9 +24,24 @@ FEW = 256
 _IDS = struct.Struct("IIIIQQQqQ")
 """`Ids` in prim.h."""
 
+_STEPS, _STEPS_AT = struct.Struct("Q"), _IDS.size - 8
+"""Its last field, and where it is."""
+
 
 Part = tuple[int, Place, Batch, Steps | None]
 """What a launch moves of one pool: its number, where its host pages lie, ids, in layer order as steps say."""
+
+
+class Told(NamedTuple):
+    """When the steps of a load in layer order are there: the first `first` at `event`, the next `counted`
+    when their counters have gone `arrivals` further, the others with all of it. `counting`: how many counters
+    go on, from number `first`."""
+
+    event: Event
+    first: int
+    counted: int
+    counting: int
+    arrivals: int
 
 
 class _Block:
@@ -36,6 +52,7 @@ class _Block:
         table = 0 if member.table is None else member.table.address
         strides = () if member.binding is None else member.binding.strides
         count = sum(step is None for part in member.program.device for _, _, step in part.axes)
+        self.columns = len(member.program.columns)
         self.page_size = member.program.sizes["page_size"]
         self.view = (ctypes.c_int64 * (3 + count))(_signed(table), 0, 0, *strides)
         self.ids = (ctypes.c_uint8 * _IDS.size)()
@@ -77,20 +94,42 @@ class Launcher:
         self._used: list[int] = []
 
     def launch(
-        self,
-        direction: str,
-        purpose: str,
-        parts: Sequence[Part],
-        stream: Stream,
-        keep: list[object],
-        steps: int = 0,
-        done: int = 0,
-    ) -> int:
-        """Move all ids of all parts; in layer order in so many `steps`, counted from address `done` on.
+        self, direction: str, purpose: str, parts: Sequence[Part], stream: Stream, keep: list[object]
+    ) -> None:
+        """Move all ids of all parts at once.
 
-        Returns how far each counter goes. `keep` takes what must stay alive until the launch has
-        run, also when it fails.
+        `keep` takes what must stay alive until the launch has run, also when it fails.
         """
+        unit, nbytes = self._fill(parts, stream, keep)
+        self._launch_of(direction, False, unit)(stream, self._kernels.grid(purpose, nbytes))
+
+    def load_layers(
+        self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int, counters: int
+    ) -> Told:
+        """Load all ids of all parts in so many steps in layer order, counted from address `counters` on.
+
+        Counters are as good as events, but a stream sees them later: the first steps are a launch of their
+        own with an event, and the last ones are told by whatever event follows all of it. `keep` as above.
+        """
+        unit, step_bytes = self._fill(parts, stream, keep)
+        launch = self._launch_of("load", True, unit)
+        first, each = self._kernels.windows(step_bytes, steps)
+        event: Event = None
+        if first:
+            self._steps.value, self._window.value, self._done.value = first, first, 0
+            launch(stream, self._kernels.grid("load_layers", first * step_bytes))
+            event = self._driver.record(stream)
+            self._go_on(parts, first)
+        left = steps - first
+        counted = (left - 1) // each * each  # all but the last window
+        self._steps.value, self._window.value = left, each
+        self._done.value = counters + 4 * first if counted else 0
+        grid = self._kernels.grid("load_layers", left * step_bytes)
+        launch(stream, grid)
+        return Told(event, first, counted, left if counted else 0, grid * self._kernels.arrivals)
+
+    def _fill(self, parts: Sequence[Part], stream: Stream, keep: list[object]) -> tuple[str, int]:
+        """Fill in the blocks of parameters; the unit of the kernel that takes them, and bytes (of a step)."""
         layered = parts[0][3] is not None
         if len(self._blocks) > 1:
             self._clear_others(parts)
@@ -118,16 +157,18 @@ class Launcher:
             nbytes += count * each
             if block.place is not place:
                 block.view[1], block.view[2] = block.place = place
-        if layered:
-            self._steps.value, self._done.value = steps, done
-            self._window.value = window(nbytes, self._kernels.window)
-            nbytes *= steps
-        grid = self._kernels.grid(purpose, nbytes)
-        launch = self._ready.get((direction, layered, unit))
-        if launch is None:
-            launch = self._prepare(direction, layered, unit)
-        launch(stream, grid)
-        return grid * self._kernels.arrivals
+        return unit, nbytes
+
+    def _go_on(self, parts: Sequence[Part], first: int) -> None:
+        """The next launch begins with step `first`."""
+        for number, _, _, order in parts:
+            assert order is not None and order.memory is not None
+            block = self._blocks[number]
+            _STEPS.pack_into(block.ids, _STEPS_AT, order.memory.address + 4 * first * block.columns)
+
+    def _launch_of(self, direction: str, layered: bool, unit: str) -> Launch:
+        found = self._ready.get((direction, layered, unit))
+        return self._prepare(direction, layered, unit) if found is None else found
 
     def _clear_others(self, parts: Sequence[Part]) -> None:
         """What the last launch moved and this one does not."""
@@ -170,12 +211,6 @@ class Launcher:
             self._driver.upload(memory.address, steps.numbers, stream)
             steps.memory = memory
         return steps.memory.address
-
-
-def window(step_bytes: int, most: int) -> int:
-    """How many steps of so many bytes a load in layer order moves together: small layers would leave the link
-    idle between them, large ones are told one by one."""
-    return max(1, most // max(step_bytes, 1))
 
 
 def _signed(value: int) -> int:

@@ -13,24 +13,42 @@ from poolwright.runtime.moves import Move, Order
 from poolwright.runtime.opaque import opaque
 
 
-class LayerMarks(NamedTuple):
-    """When each step of a load is there: counters from `address` on reach `values`.
+class Counter(NamedTuple):
+    """The moment when a number on the device reaches `value`.
 
-    `side`: a stream of the pool's own, on which a blocking wait for a number is put.
+    `side`: a stream of the pool's own, on which a blocking wait for it is put.
     """
 
     side: Stream
     address: int
+    value: int
+
+
+class LayerMarks(NamedTuple):
+    """When each step of a load is there: the first `begin` at `event`, the next when counters from `address`
+    on reach `values`, the others with the whole load."""
+
+    event: Event
+    begin: int
+    side: Stream
+    address: int
     values: Sequence[int]
+
+    def moment(self, step: int, end: Event) -> Event | Counter:
+        """When `step` is there; `end`: the event of the whole load."""
+        if step < self.begin:
+            return self.event
+        at = step - self.begin
+        return Counter(self.side, self.address + 4 * at, self.values[at]) if at < len(self.values) else end
 
 
 class Mark:
-    """A moment on the device: an event, or with `marks` the counter of a step."""
+    """A moment on the device."""
 
-    __slots__ = ("_event", "_marks", "_step", "_ticket")
+    __slots__ = ("_event", "_ticket")
 
-    def __init__(self, ticket: Ticket, event: Event, marks: LayerMarks | None = None, step: int = 0) -> None:
-        self._ticket, self._event, self._marks, self._step = ticket, event, marks, step
+    def __init__(self, ticket: Ticket, event: Event) -> None:
+        self._ticket, self._event = ticket, event
 
     def __bool__(self) -> bool:
         raise TypeError("a moment is not a flag: call wait(), or wait(stream)")
@@ -38,7 +56,7 @@ class Mark:
     @opaque
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for it; without a stream, block the caller. Raises TransferError."""
-        self._ticket.reach(self._event, self._marks, self._step, stream)
+        self._ticket.reach(self._event, stream)
 
 
 class Ticket:
@@ -143,7 +161,7 @@ class Ticket:
     @opaque
     def wait(self, stream: Stream = None) -> None:
         """Make `stream` wait for all of it; without a stream, block the caller. Raises TransferError."""
-        self.reach(self._event, None, 0, stream)
+        self.reach(self._event, stream)
         if stream is None:
             self._acknowledge()
             self._check()
@@ -157,7 +175,8 @@ class Ticket:
         """
         layers = self.layers
         if layer in layers:
-            self.reach(self._event, self._marks, layers.index(layer), stream)
+            end, marks = self._event, self._marks
+            self.reach(end if marks is None else marks.moment(layers.index(layer), end), stream)
         elif self._order is None or layer not in self._order.others:
             known = ", ".join(map(str, layers)) or "none"
             raise ValueError(
@@ -178,21 +197,21 @@ class Ticket:
         with suppress(TransferError):
             self.wait()
 
-    def reach(self, event: Event, marks: LayerMarks | None, step: int, stream: Stream) -> None:
-        """Make `stream`, or the caller, wait for an event or the counter of a step. Raises TransferError."""
+    def reach(self, moment: Event | Counter, stream: Stream) -> None:
+        """Make `stream`, or the caller, wait for a moment. Raises TransferError."""
         self._check()
         driver = self._driver
         try:
-            if marks is not None:
+            if isinstance(moment, Counter):
                 with driver.guard():
-                    target = marks.side if stream is None else stream
-                    driver.wait_value(target, marks.address + 4 * step, marks.values[step])
+                    target = moment.side if stream is None else stream
+                    driver.wait_value(target, moment.address, moment.value)
                     if stream is None:
-                        driver.synchronize(driver.record(marks.side))
+                        driver.synchronize(driver.record(moment.side))
             elif stream is None:
-                driver.synchronize(event)
+                driver.synchronize(moment)
             else:
-                driver.wait(stream, event)
+                driver.wait(stream, moment)
         except PoolError as error:
             self._broken(error)
         self._check()

@@ -326,17 +326,18 @@ class Transfers:
     def _in_layer_order(
         self, parts: Sequence[Part], stream: Stream, steps: int, keep: list[object]
     ) -> LayerMarks:
-        """Load so many steps, each counted when all blocks are through with it."""
+        """Load so many steps; when each of them is there."""
         counters, self._counters = self._counters, None  # an unknown part of a failed launch may still count
         if counters is None:
             counters = self._new_counters(stream)
             self._driver.synchronize(self._driver.record(stream))
-        launcher = self._launcher_in_use()
-        arrivals = launcher.launch("load", "load", parts, stream, keep, steps, counters.address)
+        told = self._launcher_in_use().load_layers(parts, stream, keep, steps, counters.address)
         self._counters = counters
-        values = [value + arrivals & 0xFFFFFFFF for value in self._reached[:steps]]
-        self._reached[:steps] = values
-        return LayerMarks(self._side, counters.address, values)
+        counting = slice(told.first, told.first + told.counting)
+        values = [value + told.arrivals & 0xFFFFFFFF for value in self._reached[counting]]
+        self._reached[counting] = values
+        address = counters.address + 4 * told.first
+        return LayerMarks(told.event, told.first, self._side, address, values[: told.counted])
 
     def _new_counters(self, stream: Stream) -> Memory:
         """A counter for each place in the order of layers. They only ever grow, so that nobody who waits

@@ -147,7 +147,7 @@ def _sources(folder: Path, file: str) -> Iterator[Site]:
             start, end = match.span(1)
             before = text[: match.start()]
             function = re.findall(
-                r"^(?:PW_\w+ )?(?:inline )?(?:void|Run) (\w+)\(|^PW_KERNEL (\w+)\(", before, re.M
+                r"^(?:PW_\w+ )?(?:inline )?(?:void|Run|u32) (\w+)\(|^PW_KERNEL (\w+)\(", before, re.M
             )
             name = next((n for n in function[-1] if n), "") if function else ""
             space = re.findall(r"^namespace \w+::(\w+) \{", before, re.M)

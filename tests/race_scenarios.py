@@ -500,7 +500,7 @@ def counters_go_round(choose: Choose) -> None:
         for layer in range(3):
             ticket.wait_layer(layer, made.driver.caller)
             made.read(made.driver.caller, made.tokens(device), [layer])
-    assert max(transfers._reached) < 8
+    assert transfers._reached[1] < 8  # the others are told by events
     finish(made)
 
 
@@ -667,8 +667,9 @@ def failed_half_way(choose: Choose) -> None:
                 store(made, [0, 1, 2], [1, 2, 3], "staged")
                 load(made, [0, 1, 2], [5, 6, 7], "staged")
                 ticket = load(made, [2, 1, 0], [0, 1, 2], order="layer")
-                ticket.wait_layer(made.config.layers[2], made.driver.caller)
-                made.read(made.driver.caller, made.tokens([0, 1, 2]), [2])
+                for position in (1, 2):  # told by a counter, and by the end of the load
+                    ticket.wait_layer(made.config.layers[position], made.driver.caller)
+                    made.read(made.driver.caller, made.tokens([0, 1, 2]), [position])
                 finish(made, ticket)
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+import poolwright.generated as generated
 from poolwright.runtime import jit
+from poolwright.runtime.tools import cases
+from poolwright.runtime.tools.samples import samples
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 MB = 1_000_000
@@ -266,3 +269,26 @@ def test_the_report_has_a_row_a_cell_and_a_column_a_way() -> None:
     assert [part.strip() for part in first.split("|")[6:10]] == ["80.0", "100.0", "25.0", "50.0"]
     assert [part.strip() for part in second.split("|")[6:10]] == ["", "200.0", "", ""]
     assert report.best_peer(cells[0]) == "sglang tma" and report.best_peer(cells[1]) is None
+
+
+def test_every_way_of_a_load_in_layer_order_compiles_to_code_of_its_own() -> None:
+    layer_order, include = module("layer_order"), jit.include_dir()
+    pool_class = generated.pool_class("mla")
+    program = cases.sized(pool_class, samples(pool_class)[0], "per_layer", "page_first")
+    found = {way: tuple(layer_order.compiled(program, 16, "sm_90", way)) for way in layer_order.WAYS}
+    assert len(set(found.values())) == len(layer_order.WAYS)
+    assert jit.include_dir() == include
+
+
+def test_settings_are_ranked_by_what_all_long_loads_lose() -> None:
+    layer_order = module("layer_order")
+    measured = {8: (90.0, 92.0), 16: (91.0, 93.0), 24: (95.0, 85.0)}
+    rows = [
+        layer_order.Row(f"cell {n}", 64 * MB, 10.0, False, "usual", 2 << 20, blocks, percent, 30.0)
+        for blocks, percents in measured.items()
+        for n, percent in enumerate(percents)
+    ]
+    rows.append(layer_order.Row("cell 0", 64 * MB, 10.0, True, "usual", 2 << 20, 8, 99.0, 30.0))
+    rows.append(layer_order.Row("short", 8 * MB, 10.0, False, "usual", 2 << 20, 16, 50.0, 30.0))
+    told = [(float(line.split()[0]), int(line.split()[-1])) for line in layer_order.shortfalls(rows)]
+    assert told == [(1.0, 16), (2.0, 8), (7.0, 24)]

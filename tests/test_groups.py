@@ -586,14 +586,14 @@ def test_pools_on_one_path_take_one_launch_and_one_batch(direction: str) -> None
     group.destroy()
 
 
-def test_a_load_in_layer_order_is_one_launch_whatever_its_layers() -> None:
+def test_a_load_in_layer_order_is_two_launches_whatever_its_layers_and_one_if_it_is_short() -> None:
     driver, group = simulated()
     group.write_back(moves(), path="zero_copy").wait()
-    for how in ({"order": "layer"}, {"layers": [5, 0]}, {"order": "layer"}):
+    for how, launches in (({"order": "layer"}, 2), ({"layers": [5, 0]}, 2), ({"layers": [5]}, 1)) * 2:
         driver.calls.clear()
         ticket = group.load(moves(), **how)
         ticket.wait()
-        assert driver.calls["launch"] == 1 and ticket.path == "zero_copy"
+        assert driver.calls["launch"] == launches and ticket.path == "zero_copy"
     assert driver.calls["upload"] == 0  # the numbers of its steps are there already
     group.destroy()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolwright.runtime.driver.cuda import blocks
-from poolwright.runtime.launch import window
+from poolwright.runtime.driver.sizes import blocks, windows
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -21,6 +20,8 @@ KIB, MIB = 1 << 10, 1 << 20
         ("load", 4 * MIB, 32),
         ("load", 4 * MIB + 1, 8),
         ("load", 1 << 40, 8),
+        ("load_layers", MIB, 16),
+        ("load_layers", 1 << 40, 8),
         ("write_back", 64, 4),
         ("write_back", 1 << 40, 4),
         ("gather", 2 * MIB, 264),
@@ -32,15 +33,25 @@ def test_short_loads_take_more_blocks_than_long_ones(purpose: str, nbytes: int, 
 
 
 @pytest.mark.parametrize(
-    ("step_bytes", "most", "wanted"),
+    ("step_bytes", "steps", "wanted"),
     [
-        (512, 512 * KIB, 1024),
-        (512 * KIB, 512 * KIB, 1),
-        (256 * KIB, 512 * KIB, 2),
-        (256 * KIB + 1, 512 * KIB, 1),
-        (1 << 40, 512 * KIB, 1),
-        (0, 512 * KIB, 512 * KIB),
+        (8448, 61, (0, 61)),  # all of it is short
+        (16 * KIB, 32, (0, 32)),
+        (16 * KIB, 33, (16, 32)),
+        (256 * KIB, 80, (1, 5)),  # a sixteenth of it
+        (MIB, 61, (1, 3)),
+        (4 * MIB, 32, (1, 2)),  # 8 MiB at most
+        (64 * MIB, 4, (1, 1)),
+        (1 << 40, 1, (0, 1)),
+        (0, 7, (0, 7)),
     ],
 )
-def test_small_layers_are_moved_together(step_bytes: int, most: int, wanted: int) -> None:
-    assert window(step_bytes, most) == wanted
+def test_small_layers_are_moved_together(step_bytes: int, steps: int, wanted: tuple[int, int]) -> None:
+    assert windows(step_bytes, steps) == wanted
+
+
+def test_a_first_launch_leaves_steps_for_another() -> None:
+    for step_bytes in (0, 1, 511, 8448, 256 * KIB, 256 * KIB + 1, MIB, 1 << 40):
+        for steps in (1, 2, 3, 32, 61, 600):
+            first, each = windows(step_bytes, steps)
+            assert 0 <= first < steps and each >= 1

@@ -37,7 +37,7 @@ EXCLUDED = (
     ),
     (
         "kernels.cu",
-        r"move_(kv_layer_tokens|row_layer_pages) (run: |constant: u32\(runs_\w+\) \+ 1$)",
+        r"move_(kv_layer_tokens|row_layer_pages) constant: u32\(runs_\w+\) \+ 1$",
         "a token (or row) of one layer is one run: its number is not asked for, two copy twice",
     ),
     (
@@ -59,6 +59,16 @@ EXCLUDED = (
         "kernels.cu",
         r"load_layer_\w+ bound: steps \+ 1$",
         "one turn more finds no steps left",
+    ),
+    (
+        "layout.h",
+        r" inner_\w+: ",
+        "in which order runs are walked: all of them, where it divides their number",
+    ),
+    (
+        "kernels.cu",
+        r"(constant|divisor): (pw::divisor\()?inner_\w+\)? [+-] 1$",
+        "the same",
     ),
     (
         "host.cpp",

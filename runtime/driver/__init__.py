@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Stream = Any
 Event = Any
@@ -36,6 +36,14 @@ class Parameters:
         self.pointers = (ctypes.c_void_p * len(blocks))(*[ctypes.addressof(block) for block in blocks])
 
 
+class Windows(NamedTuple):
+    """How a load in layer order is cut: steps of a launch in front of the others (0: there is none), and how
+    many of the others are moved together."""
+
+    first: int
+    each: int
+
+
 class Launch(Protocol):
     """Launches a kernel on a stream, with so many blocks and the parameters of now. Raises PoolError."""
 
@@ -43,20 +51,19 @@ class Launch(Protocol):
 
 
 class Kernels(Protocol):
-    """Compiled kernels of one program.
-
-    `window`: layers of so many bytes or less in all are moved together by a load in layer order.
-    `arrivals`: how often each block counts a step.
-    """
-
-    @property
-    def window(self) -> int: ...
+    """Compiled kernels of one program. `arrivals`: how often each block counts a step."""
 
     @property
     def arrivals(self) -> int: ...
 
     def grid(self, purpose: str, nbytes: int) -> int:
-        """Blocks of a launch that moves so many bytes: `purpose` is write_back, load, gather or scatter."""
+        """Blocks of a launch that moves so many bytes: `purpose` is write_back, load, load_layers, gather or
+        scatter."""
+        ...
+
+    def windows(self, step_bytes: int, steps: int) -> Windows:
+        """How a load in layer order of so many steps, of so many bytes each, is cut. `first` is less than
+        `steps`, `each` at least 1."""
         ...
 
     def prepare(self, name: str, params: Parameters) -> Launch:

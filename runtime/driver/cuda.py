@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream
+from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream, Windows, sizes
 from poolwright.runtime.errors import BackendUnavailable, PoolError
 
 BATCH_LIMIT = 4096
@@ -40,23 +40,6 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-BLOCKS = {"write_back": 4, "load": 8, "gather": 264, "scatter": 264}
-"""Blocks of a long launch: over the link no more than it needs (docs/benchmarks.md)."""
-
-SHORT_BYTES, SHORT_BLOCKS, BLOCK_BYTES = 4 << 20, 32, 64 << 10
-"""A load of so few bytes gets up to so many blocks; what one has in flight."""
-
-
-def blocks(purpose: str, nbytes: int) -> int:
-    """Blocks of a launch that moves so many bytes.
-
-    A short load is over before it disturbs anybody, and takes less time when all of it is in flight at once.
-    """
-    if purpose == "load" and nbytes <= SHORT_BYTES:
-        return min(max(-(-nbytes // BLOCK_BYTES), BLOCKS[purpose]), SHORT_BLOCKS)
-    return BLOCKS[purpose]
-
-
 class CudaEvent:
     """An event that goes back to its driver's store when nobody holds it."""
 
@@ -72,7 +55,6 @@ class CudaEvent:
 class CudaKernels:
     """Functions of loaded cubins. A launch costs about 6 us with 1 KiB of parameters."""
 
-    window: ClassVar[int] = 512 << 10  # what the blocks of a long load have in flight
     block: ClassVar[int] = 512
     arrivals: ClassVar[int] = block // 32  # warps
 
@@ -92,7 +74,10 @@ class CudaKernels:
                 self._functions[name] = function
 
     def grid(self, purpose: str, nbytes: int) -> int:
-        return blocks(purpose, nbytes)
+        return sizes.blocks(purpose, nbytes)
+
+    def windows(self, step_bytes: int, steps: int) -> Windows:
+        return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
         call, function, block = self._launch, self._functions[name], self.block

@@ -12,13 +12,12 @@ from typing import ClassVar
 
 import torch
 
-from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream
+from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream, Windows
 
 
 class HostKernels:
     """Kernels of a host.cpp compiled with PW_LANES, played lane by lane; `build` makes it when first used."""
 
-    window: ClassVar[int] = 4096
     arrivals: ClassVar[int] = 1
     block: ClassVar[int] = 32
 
@@ -27,6 +26,10 @@ class HostKernels:
 
     def grid(self, purpose: str, nbytes: int) -> int:
         return 3
+
+    def windows(self, step_bytes: int, steps: int) -> Windows:
+        each = max(1, 4096 // max(step_bytes, 1))
+        return Windows(0, steps) if steps <= each else Windows(1, each)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
         def launch(stream: Stream, grid: int) -> None:

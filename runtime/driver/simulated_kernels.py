@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from poolwright.runtime.driver import Launch, Parameters, Stream
+from poolwright.runtime.driver import Launch, Parameters, Stream, Windows
 from poolwright.runtime.program import SizedProgram
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Call:
 class SimulatedKernels:
     """Kernels of programs. `build` gives their compiled lanes and is asked when the first one runs."""
 
-    window: ClassVar[int] = 40  # loads of tests take one step at a time, or several
     arrivals: ClassVar[int] = 1
     block: ClassVar[int] = 4
 
@@ -79,6 +78,11 @@ class SimulatedKernels:
 
     def grid(self, purpose: str, nbytes: int) -> int:
         return 2
+
+    def windows(self, step_bytes: int, steps: int) -> Windows:
+        """Loads of tests move all steps in one launch, or a first one and then one or several at a time."""
+        each = max(1, 40 // max(step_bytes, 1))
+        return Windows(0, steps) if steps <= each else Windows(1, each)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
         return lambda stream, grid: self.launch(name, grid, params, stream)

@@ -179,14 +179,15 @@ PW_KERNEL load_layer_pages(
     ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
     ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_swa(if (swa_ids.count != 0) swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.turn(n, swa::columns, now));)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
-    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) c4_indexer::move_steps_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.turn(n, c4_indexer::columns, now));)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
-    ONLY_indexer_state(if (indexer_state_ids.count != 0) indexer_state::move_steps_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.turn(n, indexer_state::columns, now));)
+    ONLY_swa(if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)
+    ONLY_c4(if (c4_ids.count != 0) lane = c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.window(n, c4::columns, now), lane);)
+    ONLY_c4_indexer(if (c4_indexer_ids.count != 0) lane = c4_indexer::move_steps_pages<pw::Load>(c4_indexer_view, c4_indexer_ids.pages(few), c4_indexer_ids.count, c4_indexer_ids.window(n, c4_indexer::columns, now), lane);)
+    ONLY_c128(if (c128_ids.count != 0) lane = c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.window(n, c128::columns, now), lane);)
+    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
+    ONLY_indexer_state(if (indexer_state_ids.count != 0) lane = indexer_state::move_steps_pages<pw::Load>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.window(n, indexer_state::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

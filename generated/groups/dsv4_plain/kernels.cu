@@ -289,16 +289,17 @@ PW_KERNEL load_layer_pages(
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_sliding(if (sliding_ids.count != 0) sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.turn(n, sliding::columns, now));)
-    ONLY_window(if (window_ids.count != 0) window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.turn(n, window::columns, now));)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
-    ONLY_c4_index(if (c4_index_ids.count != 0) c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.turn(n, c4_index::columns, now));)
-    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.turn(n, c4_index_state::columns, now));)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
-    ONLY_c128_state(if (c128_state_ids.count != 0) c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.turn(n, c128_state::columns, now));)
+    ONLY_sliding(if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)
+    ONLY_window(if (window_ids.count != 0) lane = window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.window(n, window::columns, now), lane);)
+    ONLY_c4(if (c4_ids.count != 0) lane = c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.window(n, c4::columns, now), lane);)
+    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
+    ONLY_c4_index(if (c4_index_ids.count != 0) lane = c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.window(n, c4_index::columns, now), lane);)
+    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) lane = c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.window(n, c4_index_state::columns, now), lane);)
+    ONLY_c128(if (c128_ids.count != 0) lane = c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.window(n, c128::columns, now), lane);)
+    ONLY_c128_state(if (c128_state_ids.count != 0) lane = c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.window(n, c128_state::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }
@@ -315,16 +316,17 @@ PW_KERNEL load_layer_tokens(
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_sliding(if (sliding_ids.by_token) sliding::move_steps_tokens<pw::Load>(sliding_view, sliding_ids.tokens(), sliding_ids.count, sliding_ids.turn(n, sliding::columns, now)); else if (sliding_ids.count != 0) sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.turn(n, sliding::columns, now));)
-    ONLY_window(if (window_ids.by_token) window::move_steps_tokens<pw::Load>(window_view, window_ids.tokens(), window_ids.count, window_ids.turn(n, window::columns, now)); else if (window_ids.count != 0) window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.turn(n, window::columns, now));)
-    ONLY_c4(if (c4_ids.count != 0) c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.turn(n, c4::columns, now));)
-    ONLY_c4_state(if (c4_state_ids.count != 0) c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.turn(n, c4_state::columns, now));)
-    ONLY_c4_index(if (c4_index_ids.count != 0) c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.turn(n, c4_index::columns, now));)
-    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.turn(n, c4_index_state::columns, now));)
-    ONLY_c128(if (c128_ids.count != 0) c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.turn(n, c128::columns, now));)
-    ONLY_c128_state(if (c128_state_ids.count != 0) c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.turn(n, c128_state::columns, now));)
+    ONLY_sliding(if (sliding_ids.by_token) lane = sliding::move_steps_tokens<pw::Load>(sliding_view, sliding_ids.tokens(), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane); else if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)
+    ONLY_window(if (window_ids.by_token) lane = window::move_steps_tokens<pw::Load>(window_view, window_ids.tokens(), window_ids.count, window_ids.window(n, window::columns, now), lane); else if (window_ids.count != 0) lane = window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.window(n, window::columns, now), lane);)
+    ONLY_c4(if (c4_ids.count != 0) lane = c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.window(n, c4::columns, now), lane);)
+    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
+    ONLY_c4_index(if (c4_index_ids.count != 0) lane = c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.window(n, c4_index::columns, now), lane);)
+    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) lane = c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.window(n, c4_index_state::columns, now), lane);)
+    ONLY_c128(if (c128_ids.count != 0) lane = c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.window(n, c128::columns, now), lane);)
+    ONLY_c128_state(if (c128_state_ids.count != 0) lane = c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.window(n, c128_state::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

@@ -101,10 +101,11 @@ PW_KERNEL load_layer_pages(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_full(if (full_ids.count != 0) full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.turn(n, full::columns, now));)
-    ONLY_swa(if (swa_ids.count != 0) swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.turn(n, swa::columns, now));)
+    ONLY_full(if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)
+    ONLY_swa(if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }
@@ -115,10 +116,11 @@ PW_KERNEL load_layer_tokens(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_full(if (full_ids.by_token) full::move_steps_tokens<pw::Load>(full_view, full_ids.tokens(), full_ids.count, full_ids.turn(n, full::columns, now)); else if (full_ids.count != 0) full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.turn(n, full::columns, now));)
-    ONLY_swa(if (swa_ids.by_token) swa::move_steps_tokens<pw::Load>(swa_view, swa_ids.tokens(), swa_ids.count, swa_ids.turn(n, swa::columns, now)); else if (swa_ids.count != 0) swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.turn(n, swa::columns, now));)
+    ONLY_full(if (full_ids.by_token) lane = full::move_steps_tokens<pw::Load>(full_view, full_ids.tokens(), full_ids.count, full_ids.window(n, full::columns, now), lane); else if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)
+    ONLY_swa(if (swa_ids.by_token) lane = swa::move_steps_tokens<pw::Load>(swa_view, swa_ids.tokens(), swa_ids.count, swa_ids.window(n, swa::columns, now), lane); else if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

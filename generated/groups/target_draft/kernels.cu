@@ -101,10 +101,11 @@ PW_KERNEL load_layer_pages(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_target(if (target_ids.count != 0) target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.turn(n, target::columns, now));)
-    ONLY_draft(if (draft_ids.count != 0) draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.turn(n, draft::columns, now));)
+    ONLY_target(if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)
+    ONLY_draft(if (draft_ids.count != 0) lane = draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.window(n, draft::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }
@@ -115,10 +116,11 @@ PW_KERNEL load_layer_tokens(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    ONLY_target(if (target_ids.by_token) target::move_steps_tokens<pw::Load>(target_view, target_ids.tokens(), target_ids.count, target_ids.turn(n, target::columns, now)); else if (target_ids.count != 0) target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.turn(n, target::columns, now));)
-    ONLY_draft(if (draft_ids.by_token) draft::move_steps_tokens<pw::Load>(draft_view, draft_ids.tokens(), draft_ids.count, draft_ids.turn(n, draft::columns, now)); else if (draft_ids.count != 0) draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.turn(n, draft::columns, now));)
+    ONLY_target(if (target_ids.by_token) lane = target::move_steps_tokens<pw::Load>(target_view, target_ids.tokens(), target_ids.count, target_ids.window(n, target::columns, now), lane); else if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)
+    ONLY_draft(if (draft_ids.by_token) lane = draft::move_steps_tokens<pw::Load>(draft_view, draft_ids.tokens(), draft_ids.count, draft_ids.window(n, draft::columns, now), lane); else if (draft_ids.count != 0) lane = draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.window(n, draft::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

@@ -50,9 +50,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_row_layer(view.pages) + host_page * host_row_page};
 }
 
-// row, one layer, one page an id: 1 runs of row
+// row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_pages = extent_row_row;
 constexpr i64 runs_row_layer_pages = 1;
+constexpr i64 inner_row_layer_pages = 1;
 constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -95,9 +96,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_row_page + layer * host_row_layer};
 }
 
-// row, one layer, one page an id: 1 runs of row
+// row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_pages = extent_row_row;
 constexpr i64 runs_row_layer_pages = 1;
+constexpr i64 inner_row_layer_pages = 1;
 constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;

@@ -56,9 +56,10 @@ PW_FN Run run_state_pages(const View& view, u32 host_id, u32 device_id, u32 run)
           view.host + layer * host_state_layer(view.pages) + host_page * host_state_page};
 }
 
-// state, one layer, one page an id: 1 runs of slot x kind x window x dim
+// state, one layer, one page an id: 1 runs of slot x kind x window x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_state_layer_pages = itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot;
 constexpr i64 runs_state_layer_pages = 1;
+constexpr i64 inner_state_layer_pages = 1;
 constexpr i64 vector_state_layer_pages = pw::vector_width(atom_state_layer_pages);
 PW_FN Run run_state_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -107,9 +108,10 @@ PW_FN Run run_state_pages(const View& view, u32 host_id, u32 device_id, u32 run)
           view.host + host_page * host_state_page + layer * host_state_layer};
 }
 
-// state, one layer, one page an id: 1 runs of slot x kind x window x dim
+// state, one layer, one page an id: 1 runs of slot x kind x window x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_state_layer_pages = itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot;
 constexpr i64 runs_state_layer_pages = 1;
+constexpr i64 inner_state_layer_pages = 1;
 constexpr i64 vector_state_layer_pages = pw::vector_width(atom_state_layer_pages);
 PW_FN Run run_state_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;

@@ -65,12 +65,12 @@ PW_BODY void move_conv_pages(const View& view, const pw::PageIds& ids, const u32
 
 // temporal, one layer a step, one page an id.
 template <class Way>
-PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Column& steps) {
+PW_BODY u32 move_temporal_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Column& steps, const u32 lane) {
   typedef pw::Vector<vector_temporal_layer_pages> Vector;
   constexpr u32 vectors = u32(atom_temporal_layer_pages / vector_temporal_layer_pages);
   constexpr u32 runs = u32(runs_temporal_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
@@ -78,10 +78,11 @@ PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids,
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
-      const u32 turn = at / pw::divisor(i64(runs) * vectors), id = turn % count;
-      const u32 layer = steps.number(turn / count);
+      constexpr u32 inner = pw::divisor(inner_temporal_layer_pages);
+      const pw::Turn turn = pw::turn(at / pw::divisor(vectors), inner, runs, steps.count);
+      const u32 id = turn.id, layer = steps.number(turn.step);
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
-      const Run run = run_temporal_layer_pages(view, ids.host(id), ids.device(id), layer, at / pw::divisor(vectors) % pw::divisor(runs));
+      const Run run = run_temporal_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
       to[n] = Way::to(run) + offset;
@@ -91,16 +92,17 @@ PW_BODY void move_temporal_layer_pages(const View& view, const pw::PageIds& ids,
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
+  return pw::next(lane, pw::lanes(), total);
 }
 
 // conv, one layer a step, one page an id.
 template <class Way>
-PW_BODY void move_conv_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Column& steps) {
+PW_BODY u32 move_conv_layer_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Column& steps, const u32 lane) {
   typedef pw::Vector<vector_conv_layer_pages> Vector;
   constexpr u32 vectors = u32(atom_conv_layer_pages / vector_conv_layer_pages);
   constexpr u32 runs = u32(runs_conv_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
@@ -108,10 +110,11 @@ PW_BODY void move_conv_layer_pages(const View& view, const pw::PageIds& ids, con
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
-      const u32 turn = at / pw::divisor(i64(runs) * vectors), id = turn % count;
-      const u32 layer = steps.number(turn / count);
+      constexpr u32 inner = pw::divisor(inner_conv_layer_pages);
+      const pw::Turn turn = pw::turn(at / pw::divisor(vectors), inner, runs, steps.count);
+      const u32 id = turn.id, layer = steps.number(turn.step);
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
-      const Run run = run_conv_layer_pages(view, ids.host(id), ids.device(id), layer, at / pw::divisor(vectors) % pw::divisor(runs));
+      const Run run = run_conv_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
       held[n] = pw::fetch<Vector>(Way::from(run) + offset);
       to[n] = Way::to(run) + offset;
@@ -121,6 +124,7 @@ PW_BODY void move_conv_layer_pages(const View& view, const pw::PageIds& ids, con
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
+  return pw::next(lane, pw::lanes(), total);
 }
 
 // Every component, one page an id.
@@ -132,9 +136,10 @@ PW_FN void move_pages(const View& view, const pw::PageIds& ids, const u32 count)
 
 // Steps in layer order, one page an id; columns: the position in layers.
 template <class Way>
-PW_FN void move_steps_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Steps& steps) {
-  move_temporal_layer_pages<Way>(view, ids, count, steps.column(0));
-  move_conv_layer_pages<Way>(view, ids, count, steps.column(0));
+PW_FN u32 move_steps_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Steps& steps, u32 lane) {
+  lane = move_temporal_layer_pages<Way>(view, ids, count, steps.column(0), lane);
+  lane = move_conv_layer_pages<Way>(view, ids, count, steps.column(0), lane);
+  return lane;
 }
 
 // Numbers of a step in layer order: the position in layers.
@@ -156,9 +161,10 @@ PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few 
 
 #if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
-    move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.turn(n, columns, now));
+    lane = move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.window(n, columns, now), lane);
     pw::arrive(done, n, now);
   }
 }

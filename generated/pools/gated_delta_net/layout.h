@@ -66,9 +66,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
           view.host + host_page * host_temporal_page + layer * host_temporal_layer};
 }
 
-// temporal, one layer, one page an id: 1 runs of head x k x v
+// temporal, one layer, one page an id: 1 runs of head x k x v; on the host `inner` of one layer, then of the next
 constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
 constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 inner_temporal_layer_pages = 1;
 constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -92,9 +93,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + host_conv_base(view.pages) + host_page * host_conv_page + layer * host_conv_layer};
 }
 
-// conv, one layer, one page an id: 1 runs of channel x tap
+// conv, one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
 constexpr i64 runs_conv_layer_pages = 1;
+constexpr i64 inner_conv_layer_pages = 1;
 constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page, itemsize_conv)));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -149,9 +151,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
           view.host + host_page * host_temporal_page + layer * host_temporal_layer};
 }
 
-// temporal, one layer, one page an id: 1 runs of head x k x v
+// temporal, one layer, one page an id: 1 runs of head x k x v; on the host `inner` of one layer, then of the next
 constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
 constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 inner_temporal_layer_pages = 1;
 constexpr i64 vector_temporal_layer_pages = pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -175,9 +178,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + host_conv_base + host_page * host_conv_page + layer * host_conv_layer};
 }
 
-// conv, one layer, one page an id: 1 runs of channel x tap
+// conv, one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
 constexpr i64 runs_conv_layer_pages = 1;
+constexpr i64 inner_conv_layer_pages = 1;
 constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_layer_pages, host_temporal_page), host_conv_base));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -232,9 +236,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
           view.host + layer * host_temporal_layer(view.pages) + host_page * host_temporal_page};
 }
 
-// temporal, one layer, one page an id: 1 runs of head x k x v
+// temporal, one layer, one page an id: 1 runs of head x k x v; on the host `inner` of one layer, then of the next
 constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
 constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 inner_temporal_layer_pages = 1;
 constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -258,9 +263,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + host_conv_base(view.pages) + layer * host_conv_layer(view.pages) + host_page * host_conv_page};
 }
 
-// conv, one layer, one page an id: 1 runs of channel x tap
+// conv, one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
 constexpr i64 runs_conv_layer_pages = 1;
+constexpr i64 inner_conv_layer_pages = 1;
 constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page * layers, itemsize_conv)));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;

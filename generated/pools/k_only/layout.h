@@ -63,9 +63,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head x dim
+// k, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
 constexpr i64 runs_k_layer_pages = 1;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -73,9 +74,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
+// k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -137,9 +139,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head x dim
+// k, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_pages = page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -148,9 +151,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
+// k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -210,9 +214,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head x dim
+// k, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
 constexpr i64 runs_k_layer_pages = 1;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -220,9 +225,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
+// k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);

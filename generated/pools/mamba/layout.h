@@ -105,9 +105,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
           view.host + host_page * host_temporal_page + layer * host_temporal_layer};
 }
 
-// temporal, one layer, one page an id: 1 runs of head x dim x state
+// temporal, one layer, one page an id: 1 runs of head x dim x state; on the host `inner` of one layer, then of the next
 constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
 constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 inner_temporal_layer_pages = 1;
 constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -131,9 +132,10 @@ PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_0_base(view.pages) + host_page * host_conv_0_page + layer * host_conv_0_layer};
 }
 
-// conv[0], one layer, one page an id: 1 runs of channel x tap
+// conv[0], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
 constexpr i64 runs_conv_0_layer_pages = 1;
+constexpr i64 inner_conv_0_layer_pages = 1;
 constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page, align_conv_0)));
 PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -157,9 +159,10 @@ PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_1_base(view.pages) + host_page * host_conv_1_page + layer * host_conv_1_layer};
 }
 
-// conv[1], one layer, one page an id: 1 runs of channel x tap
+// conv[1], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
 constexpr i64 runs_conv_1_layer_pages = 1;
+constexpr i64 inner_conv_1_layer_pages = 1;
 constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1)));
 PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -183,9 +186,10 @@ PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_2_base(view.pages) + host_page * host_conv_2_page + layer * host_conv_2_layer};
 }
 
-// conv[2], one layer, one page an id: 1 runs of channel x tap
+// conv[2], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
 constexpr i64 runs_conv_2_layer_pages = 1;
+constexpr i64 inner_conv_2_layer_pages = 1;
 constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2)));
 PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -290,9 +294,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
           view.host + host_page * host_temporal_page + layer * host_temporal_layer};
 }
 
-// temporal, one layer, one page an id: 1 runs of head x dim x state
+// temporal, one layer, one page an id: 1 runs of head x dim x state; on the host `inner` of one layer, then of the next
 constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
 constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 inner_temporal_layer_pages = 1;
 constexpr i64 vector_temporal_layer_pages = pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -316,9 +321,10 @@ PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_0_base + host_page * host_conv_0_page + layer * host_conv_0_layer};
 }
 
-// conv[0], one layer, one page an id: 1 runs of channel x tap
+// conv[0], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
 constexpr i64 runs_conv_0_layer_pages = 1;
+constexpr i64 inner_conv_0_layer_pages = 1;
 constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_0_layer_pages, host_temporal_page), host_conv_0_base));
 PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -342,9 +348,10 @@ PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_1_base + host_page * host_conv_1_page + layer * host_conv_1_layer};
 }
 
-// conv[1], one layer, one page an id: 1 runs of channel x tap
+// conv[1], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
 constexpr i64 runs_conv_1_layer_pages = 1;
+constexpr i64 inner_conv_1_layer_pages = 1;
 constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_1_layer_pages, host_temporal_page), host_conv_1_base));
 PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -368,9 +375,10 @@ PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_2_base + host_page * host_conv_2_page + layer * host_conv_2_layer};
 }
 
-// conv[2], one layer, one page an id: 1 runs of channel x tap
+// conv[2], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
 constexpr i64 runs_conv_2_layer_pages = 1;
+constexpr i64 inner_conv_2_layer_pages = 1;
 constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_2_layer_pages, host_temporal_page), host_conv_2_base));
 PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -475,9 +483,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
           view.host + layer * host_temporal_layer(view.pages) + host_page * host_temporal_page};
 }
 
-// temporal, one layer, one page an id: 1 runs of head x dim x state
+// temporal, one layer, one page an id: 1 runs of head x dim x state; on the host `inner` of one layer, then of the next
 constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
 constexpr i64 runs_temporal_layer_pages = 1;
+constexpr i64 inner_temporal_layer_pages = 1;
 constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -501,9 +510,10 @@ PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_0_base(view.pages) + layer * host_conv_0_layer(view.pages) + host_page * host_conv_0_page};
 }
 
-// conv[0], one layer, one page an id: 1 runs of channel x tap
+// conv[0], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
 constexpr i64 runs_conv_0_layer_pages = 1;
+constexpr i64 inner_conv_0_layer_pages = 1;
 constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
 PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -527,9 +537,10 @@ PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_1_base(view.pages) + layer * host_conv_1_layer(view.pages) + host_page * host_conv_1_page};
 }
 
-// conv[1], one layer, one page an id: 1 runs of channel x tap
+// conv[1], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
 constexpr i64 runs_conv_1_layer_pages = 1;
+constexpr i64 inner_conv_1_layer_pages = 1;
 constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
 PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -553,9 +564,10 @@ PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run
           view.host + host_conv_2_base(view.pages) + layer * host_conv_2_layer(view.pages) + host_page * host_conv_2_page};
 }
 
-// conv[2], one layer, one page an id: 1 runs of channel x tap
+// conv[2], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
 constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
 constexpr i64 runs_conv_2_layer_pages = 1;
+constexpr i64 inner_conv_2_layer_pages = 1;
 constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
 PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;

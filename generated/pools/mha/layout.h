@@ -78,9 +78,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+// k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
 constexpr i64 runs_k_layer_pages = 1;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -88,9 +89,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page};
 }
 
-// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -130,9 +132,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token};
 }
 
-// v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+// v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
 constexpr i64 runs_v_layer_pages = 1;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -140,9 +143,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page};
 }
 
-// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -213,9 +217,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head_group x head_in_group x dim
+// k, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_pages = page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -224,9 +229,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -268,9 +274,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: token runs of head_group x head_in_group x dim
+// v, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_pages = page_size;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -279,9 +286,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -350,9 +358,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+// k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
 constexpr i64 runs_k_layer_pages = 1;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -360,9 +369,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -402,9 +412,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token};
 }
 
-// v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim
+// v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
 constexpr i64 runs_v_layer_pages = 1;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -412,9 +423,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -493,9 +505,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: head_group x head_in_group x token runs of dim
+// k, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = extent_k_head_group * extent_k_head_in_group * page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -508,9 +521,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -563,9 +577,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: head_group x head_in_group x token runs of dim
+// v, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = extent_v_head_group * extent_v_head_in_group * page_size;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -578,9 +593,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -658,9 +674,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: head_group x token runs of head_in_group x dim
+// k, one layer, one page an id: head_group x token runs of head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group;
 constexpr i64 runs_k_layer_pages = extent_k_head_group * page_size;
+constexpr i64 inner_k_layer_pages = page_size;
 constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -671,9 +688,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + token * host_k_token};
 }
 
-// k, one layer, one token an id: head_group runs of head_in_group x dim
+// k, one layer, one token an id: head_group runs of head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -720,9 +738,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + host_token * host_v_token};
 }
 
-// v, one layer, one page an id: head_group x token runs of head_in_group x dim
+// v, one layer, one page an id: head_group x token runs of head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group;
 constexpr i64 runs_v_layer_pages = extent_v_head_group * page_size;
+constexpr i64 inner_v_layer_pages = page_size;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -733,9 +752,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + token * host_v_token};
 }
 
-// v, one layer, one token an id: head_group runs of head_in_group x dim
+// v, one layer, one token an id: head_group runs of head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -807,9 +827,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head_group x head_in_group x dim
+// k, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_pages = page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -818,9 +839,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -862,9 +884,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: token runs of head_group x head_in_group x dim
+// v, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_pages = page_size;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -873,9 +896,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim
+// v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -954,9 +978,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head_group x head_in_group runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -969,9 +994,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1024,9 +1050,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head_group x head_in_group runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1039,9 +1066,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1123,9 +1151,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head_group x head_in_group runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_pages = extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1138,9 +1167,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1193,9 +1223,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head_group x head_in_group runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_pages = extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1208,9 +1239,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1292,9 +1324,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + layer * host_k_layer + host_token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head_group x head_in_group runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1307,9 +1340,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + layer * host_k_layer + token * host_k_token + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1362,9 +1396,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + host_token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head_group x head_in_group runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1377,9 +1412,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + layer * host_v_layer + token * host_v_token + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1461,9 +1497,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: head_group x head_in_group x token runs of dim
+// k, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = extent_k_head_group * extent_k_head_in_group * page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1476,9 +1513,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + head_group * host_k_head_group + head_in_group * host_k_head_in_group + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1531,9 +1569,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: head_group x head_in_group x token runs of dim
+// v, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = extent_v_head_group * extent_v_head_in_group * page_size;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1546,9 +1585,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + head_group * host_v_head_group + head_in_group * host_v_head_in_group + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1630,9 +1670,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + host_token * host_k_token + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: head_group x token x head_in_group runs of dim
+// k, one layer, one page an id: head_group x token x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = extent_k_head_group * page_size * extent_k_head_in_group;
+constexpr i64 inner_k_layer_pages = page_size * extent_k_head_in_group;
 constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1645,9 +1686,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + head_group * host_k_head_group + layer * host_k_layer + token * host_k_token + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = extent_k_head_in_group;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1700,9 +1742,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + host_token * host_v_token + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: head_group x token x head_in_group runs of dim
+// v, one layer, one page an id: head_group x token x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = extent_v_head_group * page_size * extent_v_head_in_group;
+constexpr i64 inner_v_layer_pages = page_size * extent_v_head_in_group;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1715,9 +1758,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base + host_page * host_v_page + head_group * host_v_head_group + layer * host_v_layer + token * host_v_token + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = extent_v_head_in_group;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1799,9 +1843,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one page an id: token x head_group x head_in_group runs of dim
+// k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_pages = extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1814,9 +1859,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer + head_group * host_k_head_group + head_in_group * host_k_head_in_group};
 }
 
-// k, one layer, one token an id: head_group x head_in_group runs of dim
+// k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
 constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
+constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -1869,9 +1915,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one page an id: token x head_group x head_in_group runs of dim
+// v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_pages = extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -1884,9 +1931,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer + head_group * host_v_head_group + head_in_group * host_v_head_in_group};
 }
 
-// v, one layer, one token an id: head_group x head_in_group runs of dim
+// v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
 constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
+constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);

@@ -95,9 +95,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page + host_token * host_k_token};
 }
 
-// k, one layer, one page an id: 1 runs of token x head x dim
+// k, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
 constexpr i64 runs_k_layer_pages = 1;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -105,9 +106,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + layer * host_k_layer(view.pages) + host_page * host_k_page};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
+// k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -146,9 +148,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page + host_token * host_v_token};
 }
 
-// v, one layer, one page an id: 1 runs of token x head x dim
+// v, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head * page_size;
 constexpr i64 runs_v_layer_pages = 1;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -156,9 +159,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + layer * host_v_layer(view.pages) + host_page * host_v_page};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
+// v, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -186,9 +190,10 @@ PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
           view.host + host_k_scale_base(view.pages) + layer * host_k_scale_layer(view.pages) + host_page * host_k_scale_page};
 }
 
-// k_scale, one layer, one page an id: 1 runs of head x lane x tile x block
+// k_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_scale_layer_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
 constexpr i64 runs_k_scale_layer_pages = 1;
+constexpr i64 inner_k_scale_layer_pages = 1;
 constexpr i64 vector_k_scale_layer_pages = pw::vector_width(pw::gcd(atom_k_scale_layer_pages, pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale)));
 PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -215,9 +220,10 @@ PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
           view.host + host_v_scale_base(view.pages) + layer * host_v_scale_layer(view.pages) + host_page * host_v_scale_page};
 }
 
-// v_scale, one layer, one page an id: 1 runs of head x lane x tile x block
+// v_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_scale_layer_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
 constexpr i64 runs_v_scale_layer_pages = 1;
+constexpr i64 inner_v_scale_layer_pages = 1;
 constexpr i64 vector_v_scale_layer_pages = pw::vector_width(pw::gcd(atom_v_scale_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale), host_k_scale_page * layers), itemsize_scale)));
 PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -298,9 +304,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head x dim
+// k, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_pages = page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -309,9 +316,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
+// k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -352,9 +360,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base(view.pages) + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: token runs of head x dim
+// v, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head;
 constexpr i64 runs_v_layer_pages = page_size;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -363,9 +372,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base(view.pages) + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
+// v, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -393,9 +403,10 @@ PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
           view.host + host_k_scale_base(view.pages) + host_page * host_k_scale_page + layer * host_k_scale_layer};
 }
 
-// k_scale, one layer, one page an id: 1 runs of head x lane x tile x block
+// k_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_scale_layer_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
 constexpr i64 runs_k_scale_layer_pages = 1;
+constexpr i64 inner_k_scale_layer_pages = 1;
 constexpr i64 vector_k_scale_layer_pages = pw::vector_width(pw::gcd(atom_k_scale_layer_pages, pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale)));
 PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -422,9 +433,10 @@ PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
           view.host + host_v_scale_base(view.pages) + host_page * host_v_scale_page + layer * host_v_scale_layer};
 }
 
-// v_scale, one layer, one page an id: 1 runs of head x lane x tile x block
+// v_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_scale_layer_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
 constexpr i64 runs_v_scale_layer_pages = 1;
+constexpr i64 inner_v_scale_layer_pages = 1;
 constexpr i64 vector_v_scale_layer_pages = pw::vector_width(pw::gcd(atom_v_scale_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale), host_k_scale_page), itemsize_scale)));
 PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -505,9 +517,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_k_page + host_token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one page an id: token runs of head x dim
+// k, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_pages = page_size;
+constexpr i64 inner_k_layer_pages = 1;
 constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -516,9 +529,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_page * host_k_page + token * host_k_token + layer * host_k_layer};
 }
 
-// k, one layer, one token an id: 1 runs of head x dim
+// k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
 constexpr i64 runs_k_layer_tokens = 1;
+constexpr i64 inner_k_layer_tokens = 1;
 constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -559,9 +573,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_v_base + host_page * host_v_page + host_token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one page an id: token runs of head x dim
+// v, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head;
 constexpr i64 runs_v_layer_pages = page_size;
+constexpr i64 inner_v_layer_pages = 1;
 constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -570,9 +585,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
           view.host + host_v_base + host_page * host_v_page + token * host_v_token + layer * host_v_layer};
 }
 
-// v, one layer, one token an id: 1 runs of head x dim
+// v, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head;
 constexpr i64 runs_v_layer_tokens = 1;
+constexpr i64 inner_v_layer_tokens = 1;
 constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -600,9 +616,10 @@ PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
           view.host + host_k_scale_base + host_page * host_k_scale_page + layer * host_k_scale_layer};
 }
 
-// k_scale, one layer, one page an id: 1 runs of head x lane x tile x block
+// k_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
 constexpr i64 atom_k_scale_layer_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
 constexpr i64 runs_k_scale_layer_pages = 1;
+constexpr i64 inner_k_scale_layer_pages = 1;
 constexpr i64 vector_k_scale_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_k_scale_layer_pages, host_k_page), host_k_scale_base));
 PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -629,9 +646,10 @@ PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
           view.host + host_v_scale_base + host_page * host_v_scale_page + layer * host_v_scale_layer};
 }
 
-// v_scale, one layer, one page an id: 1 runs of head x lane x tile x block
+// v_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
 constexpr i64 atom_v_scale_layer_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
 constexpr i64 runs_v_scale_layer_pages = 1;
+constexpr i64 inner_v_scale_layer_pages = 1;
 constexpr i64 vector_v_scale_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_scale_layer_pages, host_k_page), host_v_scale_base));
 PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;

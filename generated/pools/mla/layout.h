@@ -60,9 +60,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_kv_layer(view.pages) + host_page * host_kv_page + host_token * host_kv_token};
 }
 
-// kv, one layer, one page an id: 1 runs of token x latent
+// kv, one layer, one page an id: 1 runs of token x latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_layer_pages = 1;
+constexpr i64 inner_kv_layer_pages = 1;
 constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -70,9 +71,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + layer * host_kv_layer(view.pages) + host_page * host_kv_page};
 }
 
-// kv, one layer, one token an id: 1 runs of latent
+// kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
+constexpr i64 inner_kv_layer_tokens = 1;
 constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -132,9 +134,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_kv_page + host_token * host_kv_token + layer * host_kv_layer};
 }
 
-// kv, one layer, one page an id: token runs of latent
+// kv, one layer, one page an id: token runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_pages = page_size;
+constexpr i64 inner_kv_layer_pages = 1;
 constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -143,9 +146,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_kv_page + token * host_kv_token + layer * host_kv_layer};
 }
 
-// kv, one layer, one token an id: 1 runs of latent
+// kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
+constexpr i64 inner_kv_layer_tokens = 1;
 constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -203,9 +207,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_kv_page + layer * host_kv_layer + host_token * host_kv_token};
 }
 
-// kv, one layer, one page an id: 1 runs of token x latent
+// kv, one layer, one page an id: 1 runs of token x latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_layer_pages = 1;
+constexpr i64 inner_kv_layer_pages = 1;
 constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -213,9 +218,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_kv_page + layer * host_kv_layer};
 }
 
-// kv, one layer, one token an id: 1 runs of latent
+// kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
+constexpr i64 inner_kv_layer_tokens = 1;
 constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -273,9 +279,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_kv_page + layer * host_kv_layer + host_token * host_kv_token};
 }
 
-// kv, one layer, one page an id: 1 runs of token x latent
+// kv, one layer, one page an id: 1 runs of token x latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
 constexpr i64 runs_kv_layer_pages = 1;
+constexpr i64 inner_kv_layer_pages = 1;
 constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -283,9 +290,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_kv_page + layer * host_kv_layer};
 }
 
-// kv, one layer, one token an id: 1 runs of latent
+// kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
+constexpr i64 inner_kv_layer_tokens = 1;
 constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -345,9 +353,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_kv_page + host_token * host_kv_token + layer * host_kv_layer};
 }
 
-// kv, one layer, one page an id: token runs of latent
+// kv, one layer, one page an id: token runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_pages = page_size;
+constexpr i64 inner_kv_layer_pages = 1;
 constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -356,9 +365,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
           view.host + host_page * host_kv_page + token * host_kv_token + layer * host_kv_layer};
 }
 
-// kv, one layer, one token an id: 1 runs of latent
+// kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
 constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
 constexpr i64 runs_kv_layer_tokens = 1;
+constexpr i64 inner_kv_layer_tokens = 1;
 constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);

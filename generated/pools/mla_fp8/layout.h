@@ -64,9 +64,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + layer * host_row_layer(view.pages) + host_page * host_row_page + host_token * host_row_token};
 }
 
-// row, one layer, one page an id: 1 runs of token x row
+// row, one layer, one page an id: 1 runs of token x row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_pages = extent_row_row * page_size;
 constexpr i64 runs_row_layer_pages = 1;
+constexpr i64 inner_row_layer_pages = 1;
 constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -74,9 +75,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
           view.host + layer * host_row_layer(view.pages) + host_page * host_row_page};
 }
 
-// row, one layer, one token an id: 1 runs of row
+// row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_tokens = extent_row_row;
 constexpr i64 runs_row_layer_tokens = 1;
+constexpr i64 inner_row_layer_tokens = 1;
 constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -136,9 +138,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + host_page * host_row_page + host_token * host_row_token + layer * host_row_layer};
 }
 
-// row, one layer, one page an id: token runs of row
+// row, one layer, one page an id: token runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_pages = extent_row_row;
 constexpr i64 runs_row_layer_pages = page_size;
+constexpr i64 inner_row_layer_pages = 1;
 constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
@@ -147,9 +150,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
           view.host + host_page * host_row_page + token * host_row_token + layer * host_row_layer};
 }
 
-// row, one layer, one token an id: 1 runs of row
+// row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_tokens = extent_row_row;
 constexpr i64 runs_row_layer_tokens = 1;
+constexpr i64 inner_row_layer_tokens = 1;
 constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -207,9 +211,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + host_page * host_row_page + layer * host_row_layer + host_token * host_row_token};
 }
 
-// row, one layer, one page an id: 1 runs of token x row
+// row, one layer, one page an id: 1 runs of token x row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_pages = extent_row_row * page_size;
 constexpr i64 runs_row_layer_pages = 1;
+constexpr i64 inner_row_layer_pages = 1;
 constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -217,9 +222,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
           view.host + host_page * host_row_page + layer * host_row_layer};
 }
 
-// row, one layer, one token an id: 1 runs of row
+// row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_tokens = extent_row_row;
 constexpr i64 runs_row_layer_tokens = 1;
+constexpr i64 inner_row_layer_tokens = 1;
 constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
@@ -277,9 +283,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
           view.host + host_page * host_row_page + layer * host_row_layer + host_token * host_row_token};
 }
 
-// row, one layer, one page an id: 1 runs of token x row
+// row, one layer, one page an id: 1 runs of token x row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_pages = extent_row_row * page_size;
 constexpr i64 runs_row_layer_pages = 1;
+constexpr i64 inner_row_layer_pages = 1;
 constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -287,9 +294,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
           view.host + host_page * host_row_page + layer * host_row_layer};
 }
 
-// row, one layer, one token an id: 1 runs of row
+// row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
 constexpr i64 atom_row_layer_tokens = extent_row_row;
 constexpr i64 runs_row_layer_tokens = 1;
+constexpr i64 inner_row_layer_tokens = 1;
 constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);

@@ -49,9 +49,10 @@ PW_FN Run run_key_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + layer * host_key_layer(view.pages) + host_page * host_key_page};
 }
 
-// key, one layer, one page an id: 1 runs of entry x dim
+// key, one layer, one page an id: 1 runs of entry x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_key_layer_pages = itemsize_key * extent_key_dim * extent_key_entry;
 constexpr i64 runs_key_layer_pages = 1;
+constexpr i64 inner_key_layer_pages = 1;
 constexpr i64 vector_key_layer_pages = pw::vector_width(atom_key_layer_pages);
 PW_FN Run run_key_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
@@ -96,9 +97,10 @@ PW_FN Run run_key_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
           view.host + host_page * host_key_page + layer * host_key_layer};
 }
 
-// key, one layer, one page an id: 1 runs of entry x dim
+// key, one layer, one page an id: 1 runs of entry x dim; on the host `inner` of one layer, then of the next
 constexpr i64 atom_key_layer_pages = itemsize_key * extent_key_dim * extent_key_entry;
 constexpr i64 runs_key_layer_pages = 1;
+constexpr i64 inner_key_layer_pages = 1;
 constexpr i64 vector_key_layer_pages = pw::vector_width(atom_key_layer_pages);
 PW_FN Run run_key_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;

@@ -81,6 +81,13 @@ struct Load {
   static PW_FN char* to(const Run& run) { return run.device; }
 };
 
+// The lane that follows a loop over `total` vectors: lanes that had one less than others come first. Otherwise the
+// same warps would be behind in every step. Whole warps move on, so that each reads neighbouring vectors.
+PW_FN u32 next(u32 lane, u32 lanes, u32 total) {
+  const u32 before = total % lanes / 32 * 32;
+  return lane >= before ? lane - before : lane + lanes - before;
+}
+
 PW_FN u32 fewer(u32 a, u32 b) { return a < b ? a : b; }
 
 // One number of a step: every thread reads it.
@@ -137,6 +144,21 @@ struct Column {
   }
 };
 
+// One run of a load in layer order: of which id, in which step, and which of that id's runs.
+struct Turn {
+  u32 id;
+  u32 step;
+  u32 run;
+};
+
+// Run `at` of all, as steps lie on the host: `inner` runs of a step, the same runs of the next steps, then the next
+// of the id's `runs`. So neighbouring steps of one host page are read together.
+PW_FN Turn turn(u32 at, u32 inner, u32 runs, u32 steps) {
+  const u32 part = at / inner, place = part / steps;
+  const u32 parts = runs / inner > 0 ? runs / inner : 1;
+  return {place / parts, part % steps, place % parts * inner + at % inner};
+}
+
 // Steps of a load in layer order that are moved together.
 struct Steps {
   const u32* at;
@@ -160,7 +182,7 @@ struct Ids {
     return few ? PageIds{list.at + few - 1, list.at + few - 1 + count} : PageIds{host_ids, device_ids};
   }
   PW_FN TokenIds tokens() const { return {host_ids, device_ids, memory, step, wide}; }
-  PW_FN Steps turn(u32 first, u32 columns, u32 count) const { return {steps + first * columns, columns, count}; }
+  PW_FN Steps window(u32 first, u32 columns, u32 count) const { return {steps + first * columns, columns, count}; }
 };
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
