@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_build_of_some_pools_writes_those_and_the_registry(
     assert cli.main(["build", "--check"]) == 1
     capsys.readouterr()
     assert cli.main(["build", "tow"]) == 1
-    assert capsys.readouterr().err == "unknown pool 'tow' (did you mean 'two'?)\n"
+    assert capsys.readouterr().err == "unknown pool or group 'tow' (did you mean 'two'?)\n"
 
 
 def test_out_names_another_folder(filled: Path) -> None:
@@ -216,6 +217,17 @@ def test_new_says_what_comes_next(filled: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+@pytest.mark.parametrize("words", [["mha"], ["mha", "--like", "mha"]])
+def test_new_under_the_name_of_a_shipped_spec_takes_it_as_it_is(
+    filled: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.main(["new", *words]) == 0
+    assert capsys.readouterr().out.startswith("wrote specs/mha.yaml, the shipped mha; run:\n")
+    assert (filled / "specs/mha.yaml").read_bytes() == (ROOT / "specs/mha.yaml").read_bytes()
+    assert cli.main(["build"]) == 0
+
+
 @pytest.mark.parametrize("like", ["mha", "mla"])
 def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None:
     assert cli.main(["new", f"like_{like}", "--like", like]) == 0
@@ -282,6 +294,16 @@ def test_show_with_numbers_has_every_byte(filled: Path, capsys: pytest.CaptureFi
     }
 
 
+def test_show_knows_the_only_dtype_of_a_group(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = filled / "specs/one.yaml"
+    spec.write_text(re.sub(r"kv: \[.*\]", "kv: [float32]", spec.read_text()))
+    capsys.readouterr()
+    assert cli.main(["show", "one", "--layout", "page_first"]) == 0
+    out = capsys.readouterr().out
+    assert "kv: items of 4 bytes" in out
+    assert "itemsize" not in out
+
+
 def test_show_without_numbers_is_symbolic(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["show", "one"]) == 0
@@ -303,7 +325,7 @@ def test_show_as_text(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["two"], "unknown pool 'two'"),
+        (["two"], "unknown pool or group 'two'"),
         (["one", "--layout", "page_frist"], "unknown layout 'page_frist' (did you mean"),
         (["one", "--form", "per_layr"], "unknown form 'per_layr' (did you mean 'per_layer'?)"),
         (["one", "--set", "page_size"], "--set page_size: expected name=value"),
@@ -534,6 +556,15 @@ def test_tools_get_the_projects_package_and_all_their_arguments(
     assert cli.main(["verify", "one", "--json", "--set", "a=1"]) == 1
     package = ["--package", "pools_out", "--folder", str(filled / "pools_out")]
     assert seen == [(["verify", *package, "one", "--json", "--set", "a=1"], "codegen")]
+
+
+def test_verify_of_a_project_without_specs_says_so(project: Path, codegen: Run) -> None:
+    assert codegen("build", cwd=project).returncode == 0
+    done = codegen("verify", cwd=project)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "codegen verify: no pools in pools_out; there are none (a new spec needs `codegen build`)\n",
+    )
 
 
 def test_an_unknown_tool_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

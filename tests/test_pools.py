@@ -238,6 +238,11 @@ def test_bind_names_what_is_wrong() -> None:
         {"kv": [good[0], good[1].float()]},
         "mla: kv: dtype: expected torch.bfloat16, got torch.float32",
     )
+    bound(
+        pool,
+        {"kv": [good[0], torch.zeros(36, 6, dtype=torch.bfloat16)]},
+        "mla: kv: shape: expected [page=any, token=4, latent=5] (neighbours may be merged), got (36, 6)",
+    )
     wide = torch.zeros(36, 8, dtype=torch.bfloat16)[:, :5]
     bound(
         pool,

@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def named(form: str | None, layout: str | None) -> str:
+    """What was asked for, in words: ``form 'a' with layout 'b'``, or the one that is given."""
+    return " with ".join(f"{kind} {name!r}" for kind, name in (("form", form), ("layout", layout)) if name)
+
+
 def load_package(import_name: str, folder: Path | None) -> ModuleType:
     """The generated package. With a folder it is the one in that folder, whatever is installed.
 
