@@ -113,7 +113,7 @@ def suggest(text: str, known: Iterable[str]) -> str:
     close = get_close_matches(text[:MAX_NAME], names, n=1)
     if close:
         return f" (did you mean {close[0]!r}?)"
-    return f" (known: {', '.join(names)})" if 0 < len(names) <= 16 else ""
+    return f" (known: {', '.join(names)})" if 0 < len(names) <= 24 else ""
 
 
 def shorten(text: str, longest: int = 40) -> str:

@@ -354,14 +354,11 @@ def _doc(pool: Pool) -> dict[str, Any]:
     lines = []
     for c in pool.components:
         size = c.storage.group or c.storage.dtype
-        dims = ", ".join(f"{dim.name}={py(dim.size)}" for dim in c.dims)
-        where = ", ".join(
-            filter(None, ["token" if pool.has_tokens and c.token else "", "layer" if c.layers else ""])
-        )
-        lines.append(
-            f"`{c.name}`: ({dims}) of dtype {size}"
-            + (f" for each {where.replace(', ', ' and ')}." if where else ".")
-        )
+        dims = ", ".join(f"{dim.name}={expr.to_text(dim.size)}" for dim in c.dims)
+        page = pool.index.unit if pool.index.unit in ("slot", "request") else "page"
+        row = "token" if pool.has_tokens and c.token else page
+        where = f"{row} and layer" if c.layers else row
+        lines.append(f"`{c.name}`: ({dims}) of dtype {size} for each {where}.")
     return {"index": f"An index is {unit}.", "components": lines}
 
 

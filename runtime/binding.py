@@ -319,6 +319,8 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 
         while axes and extent != 1:
             name, want, packed = axes.pop()
             if packed is not None and packed != step:
+                if tensor.is_contiguous():
+                    raise _shape(pool, expected, tensor)
                 raise ValueError(
                     f"{pool}: {expected.name}: stride of {name} (shape#{index}): expected {packed} bytes, "
                     f"got {step}; this form takes packed rows only"

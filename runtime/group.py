@@ -75,6 +75,10 @@ class HostPoolGroup:
         for name in self.pools:
             self._follow(name)
 
+    def __repr__(self) -> str:
+        pools = ", ".join(f"{name}: {pool.page_num:,} pages" for name, pool in self.pools.items())
+        return f"<{type(self).__name__} {pools}>"
+
     def _follow(self, name: str) -> None:
         """Have the pools that take the ids of this one move with it."""
         pool, members = self.pools[name], self.spec.members
@@ -264,6 +268,9 @@ class HostPoolGroup:
 
     def _known(self, call: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for pools that are on, in the fixed order. Raises ValueError for unknown names."""
+        if not isinstance(given, Mapping):
+            known, got = ", ".join(self.spec.members), type(given).__name__
+            raise ValueError(f"{self.spec.name}: {call}: expected a mapping by pool ({known}), got {got}")
         for name in given:
             if name not in self.spec.members:
                 known = ", ".join(self.spec.members)

@@ -118,7 +118,7 @@ def _amounts(
     off = {name for name, amount in amounts.items() if amount == OFF}
     off |= {name for name in spec.members if off & set(sources(spec.members, name))}
     if spec.anchor in off:
-        raise ValueError(f"{spec.name}: the anchor {spec.anchor} cannot be off: others take its ids")
+        raise ValueError(f"{spec.name}: the anchor {spec.anchor} cannot be off: a cache keeps its ids")
     on = {name: amounts.get(name) for name in spec.members if name not in off}
     for name, amount in on.items():
         fraction = isinstance(amount, float) and 0 < amount <= 1

@@ -167,6 +167,10 @@ class HostPool(Pages):
         self.kv_buffer = self._buffer.tensor
         self._slots = Slots(self.page_num, page_size, self.name)
 
+    def __repr__(self) -> str:
+        pages = f"{self.page_num:,} pages of {self.page_bytes:,} bytes"
+        return f"<{type(self).__name__} {self.name}: {pages}, layout {self.layout}, device {self.device}>"
+
     def _join(self) -> int:
         """Become a member of what moves together; its number there."""
         buffer = self._buffer

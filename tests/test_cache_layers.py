@@ -385,6 +385,21 @@ def test_a_dtype_that_the_pool_does_not_take_is_refused() -> None:
         CacheMover(filled(dtype=torch.float64), page_size=4)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"layout": "page_frist"},
+            r"^layout: expected one of layer_first, .*, got 'page_frist'$",
+        ),
+        ({"form": "rows"}, r"^form: expected one of per_layer, head_major, got 'rows'$"),
+    ],
+)
+def test_an_order_that_no_pool_has_is_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheMover(filled(), page_size=4, **given)
+
+
 def test_a_page_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^kv: page_size: expected at least 1, got 0$"):
         CacheMover(filled(), page_size=0)

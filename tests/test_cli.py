@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +108,7 @@ def test_build_of_some_pools_writes_those_and_the_registry(
     assert cli.main(["build", "--check"]) == 1
     capsys.readouterr()
     assert cli.main(["build", "tow"]) == 1
-    assert capsys.readouterr().err == "unknown pool 'tow' (did you mean 'two'?)\n"
+    assert capsys.readouterr().err == "unknown pool or group 'tow' (did you mean 'two'?)\n"
 
 
 def test_out_names_another_folder(filled: Path) -> None:
@@ -215,6 +217,17 @@ def test_new_says_what_comes_next(filled: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+@pytest.mark.parametrize("words", [["mha"], ["mha", "--like", "mha"]])
+def test_new_under_the_name_of_a_shipped_spec_takes_it_as_it_is(
+    filled: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.main(["new", *words]) == 0
+    assert capsys.readouterr().out.startswith("wrote specs/mha.yaml, the shipped mha; run:\n")
+    assert (filled / "specs/mha.yaml").read_bytes() == (ROOT / "specs/mha.yaml").read_bytes()
+    assert cli.main(["build"]) == 0
+
+
 @pytest.mark.parametrize("like", ["mha", "mla"])
 def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None:
     assert cli.main(["new", f"like_{like}", "--like", like]) == 0
@@ -281,6 +294,16 @@ def test_show_with_numbers_has_every_byte(filled: Path, capsys: pytest.CaptureFi
     }
 
 
+def test_show_knows_the_only_dtype_of_a_group(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = filled / "specs/one.yaml"
+    spec.write_text(re.sub(r"kv: \[.*\]", "kv: [float32]", spec.read_text()))
+    capsys.readouterr()
+    assert cli.main(["show", "one", "--layout", "page_first"]) == 0
+    out = capsys.readouterr().out
+    assert "kv: items of 4 bytes" in out
+    assert "itemsize" not in out
+
+
 def test_show_without_numbers_is_symbolic(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["show", "one"]) == 0
@@ -302,7 +325,7 @@ def test_show_as_text(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["two"], "unknown pool 'two'"),
+        (["two"], "unknown pool or group 'two'"),
         (["one", "--layout", "page_frist"], "unknown layout 'page_frist' (did you mean"),
         (["one", "--form", "per_layr"], "unknown form 'per_layr' (did you mean 'per_layer'?)"),
         (["one", "--set", "page_size"], "--set page_size: expected name=value"),
@@ -535,6 +558,15 @@ def test_tools_get_the_projects_package_and_all_their_arguments(
     assert seen == [(["verify", *package, "one", "--json", "--set", "a=1"], "codegen")]
 
 
+def test_verify_of_a_project_without_specs_says_so(project: Path, codegen: Run) -> None:
+    assert codegen("build", cwd=project).returncode == 0
+    done = codegen("verify", cwd=project)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "codegen verify: no pools in pools_out; there are none (a new spec needs `codegen build`)\n",
+    )
+
+
 def test_an_unknown_tool_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert tools.main(["verfiy"]) == 2
     assert "unknown tool 'verfiy'; tools are verify, bench, tune, compile, doctor" in capsys.readouterr().err
@@ -569,14 +601,21 @@ def test_a_package_is_loaded_from_its_folder(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"from .part import NAME\nWHO = {name!r}\n")
         (tmp_path / name / "part.py").write_text("NAME = __package__\n")
+        for folder in ("groups/one", "pools/one"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        (tmp_path / name / "groups/one/group.py").write_text("from ...pools.one.pool import NAME\n")
+        (tmp_path / name / "pools/one/pool.py").write_text("NAME = __package__\n")
     try:
         loaded = load_package("far.away_pools", tmp_path / "first")
         assert (loaded.WHO, loaded.NAME) == ("first", "far.away_pools")
         assert load_package("far.away_pools", tmp_path / "first") is loaded
+        # As a group imports a pool whose package is not loaded yet: Python then asks for `far`.
+        group = importlib.import_module("far.away_pools.groups.one.group")
+        assert group.NAME == "far.away_pools.pools.one"
         with pytest.raises(PackageError, match="is another package already"):
             load_package("far.away_pools", tmp_path / "second")
     finally:
-        for name in [name for name in sys.modules if name.startswith("far.away_pools")]:
+        for name in [name for name in sys.modules if name.split(".")[0] == "far"]:
             del sys.modules[name]
 
 
@@ -590,5 +629,5 @@ def test_a_package_that_is_not_there_is_named_with_the_next_step(tmp_path: Path)
 def test_an_error_inside_a_package_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("import no_such_module\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        load_package("broken_pools", tmp_path)
-    assert "broken_pools" not in sys.modules
+        load_package("broken.pools", tmp_path)
+    assert not {"broken", "broken.pools"} & set(sys.modules)

@@ -343,6 +343,9 @@ def test_alloc_takes_all_or_nothing() -> None:
     assert group.alloc({"kv": 7 * P, "state": 1}) is None
     with pytest.raises(ValueError, match="state: alloc"):
         group.alloc({"kv": P, "state": -1})
+    assert repr(group) == "<KimiLinearHostPoolGroup kv: 9 pages, state: 5 pages>"
+    with pytest.raises(ValueError, match=r"alloc: expected a mapping by pool \(kv, state\), got int$"):
+        group.alloc(64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no pool 'stat'; pools are kv, state"):
         group.alloc({"stat": 1})
     with pytest.raises(TypeError):

@@ -401,7 +401,7 @@ def test_the_table_is_plain_text(tmp_path: Path, capsys: Capture) -> None:
 member  pool  layers     a page  a token  to resume  pages  host bytes  ranks     holds
 kv      mha       32  1,048,576   16,384                16  16,777,216  2 copies  keys and values
 
-one token   16,384 bytes; 1,024 tokens
+one token   16,384 bytes; room for 1,024 tokens
 host        16.78 MB a rank, 268.44 MB in all
 staging     67.11 MB of device memory a rank
 

@@ -78,6 +78,34 @@ def refused(call: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_a_pool_says_what_it_is(pool: Any) -> None:
+    assert repr(pool) == ("<MLATokenToKVPoolHost mla: 6 pages of 80 bytes, layout page_first, device cpu>")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("mha", "`k`: (head=heads, dim=head_dim) of dtype kv for each token and layer."),
+        ("mha_mxfp8", "dim=v_head_dim) of dtype kv for each token and layer."),
+        ("mha_mxfp8", "block=head_dim // 32) of dtype scale for each page and layer."),
+        (
+            "mla_fp8",
+            "`scale`: (block=ceil_div(kv_lora_rank, block)) of dtype float32 for each token and layer.",
+        ),
+        ("nvfp4", "pair=head_dim // 2) of dtype uint8 for each page and layer."),
+        ("mamba", "`side[1]`: (item=side_size_1) of dtype side for each slot."),
+    ],
+)
+def test_a_class_says_what_a_row_belongs_to(name: str, line: str) -> None:
+    assert line in str(generated.pool_class(name).__doc__)
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(BackendUnavailable, match="this torch is built without CUDA; to mend it: install"):
+        build(device="cuda:0")
+
+
 # ---- slots ------------------------------------------------------------------------------------
 
 
@@ -237,6 +265,11 @@ def test_bind_names_what_is_wrong() -> None:
         pool,
         {"kv": [good[0], good[1].float()]},
         "mla: kv: dtype: expected torch.bfloat16, got torch.float32",
+    )
+    bound(
+        pool,
+        {"kv": [good[0], torch.zeros(36, 6, dtype=torch.bfloat16)]},
+        "mla: kv: shape: expected [page=any, token=4, latent=5] (neighbours may be merged), got (36, 6)",
     )
     wide = torch.zeros(36, 8, dtype=torch.bfloat16)[:, :5]
     bound(

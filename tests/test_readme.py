@@ -1,4 +1,4 @@
-"""What the README shows is true: the spec, the excerpt, the program, the commands, the table."""
+"""What the README and docs show is true: spec, excerpt, programs, commands, tables, links."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def block(mark: str) -> str:
+def block(mark: str, text: str = README) -> str:
     """The text of the code block behind ``<!-- mark -->``."""
-    found = re.search(rf"<!-- {re.escape(mark)} -->\n```\w+\n(.*?)```", README, re.DOTALL)
-    assert found is not None, f"no block marked {mark!r} in README.md"
+    found = re.search(rf"<!-- {re.escape(mark)} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    assert found is not None, f"no block marked {mark!r} in {text[:40]!r}"
     return found.group(1)
 
 
@@ -34,6 +34,13 @@ def test_the_excerpt_shown_is_generated() -> None:
 def test_the_program_shown_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block("run"), "README.md", "exec"), {})
     assert capsys.readouterr().out.startswith("host ")
+
+
+def test_the_moved_cache_shown_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    program = block("run", (ROOT / "docs" / "groups.md").read_text(encoding="utf-8"))
+    exec(compile(program, "docs/groups.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["gated_delta_net", "mha"]
 
 
 def test_the_environment_table_is_the_code_s() -> None:
@@ -72,6 +79,17 @@ def test_every_pool_is_listed() -> None:
     assert table[3:] == rows
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), f"README.md links to {target}, which is not there"
+@pytest.mark.parametrize(
+    "name", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target, place in re.findall(
+        r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")
+    ):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{name} links to {target}, which is not there"
+        heads = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE) if place else []
+        assert not place or place in [
+            re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads
+        ]

@@ -138,7 +138,9 @@ def test_a_group_moves_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_group_that_does_not_fit_the_cache_is_refused() -> None:
     case = prefilled(QWEN, BFLOAT)
     with pytest.raises(
-        ValueError, match=r"^kimi_linear: state: expected a pool kda_state, got gated_delta_net$"
+        ValueError,
+        match=r"^kimi_linear: state: expected a pool kda_state, got gated_delta_net; "
+        r"if its states are the model's, pass pools=\{'state': 'kda_state'\}$",
     ):
         CacheMover(case.cache, page_size=16, pools=case.pools, group="kimi_linear")
     with pytest.raises(

@@ -62,10 +62,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope"], "no pool 'nope' in poolwright.generated; pools are "),
+        (["nope"], "no pool or group 'nope' in poolwright.generated; there are "),
         (
             ["mla", "--layout", "other"],
-            "no form None with layout 'other'; form/layout are per_layer/layer_first",
+            "no layout 'other'; form/layout are per_layer/layer_first",
         ),
     ],
 )
@@ -160,8 +160,8 @@ def test_compile_fills_the_cache(
         (["mla", "--dtype", "w=int8"], "--dtype: mla has no dtype group 'w'; known are kv"),
         (["mla", "--arch", "sm_90"], "--arch is for --device cuda"),
         (["mla", "--device", "cuda", "--arch", "90"], "--arch: expected a compute capability such as sm_90"),
-        (["mla", "--layout", "other"], "no pool has form None with layout 'other'"),
-        (["nope"], "no pool 'nope'; pools are "),
+        (["mla", "--layout", "other"], "no pool has layout 'other'"),
+        (["nope"], "no pool or group 'nope'; there are "),
     ],
 )
 def test_compile_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,12 @@ _FORWARDED = {
 }
 
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Bind a name; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A parameter, page_size, layers, pages, a dtype group's dtype or a variant; repeatable.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 PoolName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a pool or a group.")]
@@ -39,9 +44,14 @@ def build(
 
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new pool.")],
-    like: Annotated[str, typer.Option("--like", metavar="POOL", help="The spec to start from.")] = "mla",
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like", metavar="POOL", help="The spec to start from; else the one of that name, else mla."
+        ),
+    ] = None,
 ) -> None:
-    """Write the spec of a new pool, as a copy of another."""
+    """Write the spec of a new pool: a copy of another, or of a shipped one under its own name."""
     from poolwright.codegen.commands import new as command
 
     raise typer.Exit(command.run(name, like=like))

@@ -26,7 +26,7 @@ class Bound:
 def bind(pool: ir.Pool, words: Sequence[str]) -> Bound:
     """Read the words against the pool. Raises InputError for unknown names and values out of bounds."""
     numbers: dict[str, int] = {}
-    dtypes: dict[str, str] = {}
+    dtypes = {group: allowed[0] for group, allowed in pool.dtypes if len(allowed) == 1}
     choices: dict[str, str] = {}
     seen: set[str] = set()
     for word in words:

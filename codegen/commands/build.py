@@ -38,7 +38,7 @@ def _select(
     names = {PurePosixPath(word).stem if word.endswith((".yaml", ".yml")) else word for word in chosen}
     wrong = sorted(names - {*pools, *groups})
     if wrong:
-        raise InputError("\n".join(unknown("pool", name, [*pools, *groups]) for name in wrong))
+        raise InputError("\n".join(unknown("pool or group", name, [*pools, *groups]) for name in wrong))
     if not names:
         return dict(files)
     others = {f"pools/{name}/" for name in pools if name not in names}

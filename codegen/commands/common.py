@@ -73,10 +73,11 @@ def render_project(project: Project) -> tuple[Specs, dict[str, str]]:
 
 
 def find_pool(specs: Specs, name: str) -> ir.Pool:
-    """The pool of that name. Raises InputError that names the close ones."""
+    """The pool of that name. Raises InputError that names the pools and groups that are close."""
     names = [pool.name for pool in specs.pools]
     if name not in names:
-        raise InputError(unknown("pool", name, names))
+        groups = (group.name for group in specs.groups)
+        raise InputError(unknown("pool or group", name, [*names, *groups]))
     return specs.pools[names.index(name)]
 
 

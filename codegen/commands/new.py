@@ -10,21 +10,31 @@ from poolwright.codegen.names import class_problem, name_problem
 from poolwright.codegen.project import Project, find_project
 
 NOT_POOLS = ("layouts",)
+DEFAULT = "mla"
+SHIPPED = Path(__file__).resolve().parent.parent.parent / "specs"
 
 
-def run(name: str, *, like: str) -> int:
-    """Write the new spec and say what comes next. Never replaces a file."""
+def run(name: str, *, like: str | None) -> int:
+    """Write the new spec and say what comes next. Never replaces a file.
+
+    `like` None: the shipped spec of that name where there is one, else `DEFAULT`.
+    """
     project = find_project()
     _check_name(name)
+    if like is None:
+        like = name if (SHIPPED / f"{name}.yaml").is_file() else DEFAULT
     target = project.specs / f"{name}.yaml"
     if target.exists() or target.is_symlink():
         raise InputError(f"{project.display(target)} exists already; take another name, or edit it")
     source = _find(project, like)
-    text = adapt(source.read_text(encoding="utf-8"), name, like)
-    _check_class(project, class_name(name))
+    text = source.read_text(encoding="utf-8")
+    if name != like:
+        text = adapt(text, name, like)
+        _check_class(project, class_name(name))
     with target.open("x", encoding="utf-8", newline="") as file:
         file.write(text)
-    print(f"wrote {project.display(target)}, a copy of {like}; edit it, then run:")
+    told = f"the shipped {name}; run:" if name == like else f"a copy of {like}; edit it, then run:"
+    print(f"wrote {project.display(target)}, {told}")
     print(f"  codegen build && codegen verify {name}")
     return 0
 
@@ -67,7 +77,7 @@ def _check_name(name: str) -> None:
 
 def _find(project: Project, like: str) -> Path:
     """The spec to start from: one of the project's, else one that is shipped."""
-    folders = (project.specs, Path(__file__).resolve().parent.parent.parent / "specs")
+    folders = (project.specs, SHIPPED)
     for folder in folders:
         if name_problem(like) is None and like not in NOT_POOLS and (folder / f"{like}.yaml").is_file():
             return folder / f"{like}.yaml"

@@ -122,9 +122,9 @@ def _print(data: dict[str, Any]) -> None:
     _print_table([_row(data["ranks"], one) for one in data["members"]])
     print()
     if data["tokens"] is not None:
-        print(f"one token   {_number(data['token_bytes'])} bytes; {data['tokens']:,} tokens")
+        print(f"one token   {_number(data['token_bytes'])} bytes; room for {data['tokens']:,} tokens")
     if data["states"] is not None:
-        print(f"to resume   {data['state_bytes']:,} bytes; places: {data['states']:,}")
+        print(f"to resume   {data['state_bytes']:,} bytes a place; room for {data['states']:,}")
     print(f"host        {_bytes(data['host_bytes'])} a rank, {_bytes(data['all_ranks_host_bytes'])} in all")
     print(f"staging     {_bytes(data['staging_bytes'])} of device memory a rank")
     for note in data["notes"]:

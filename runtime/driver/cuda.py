@@ -324,6 +324,9 @@ def driver_version() -> tuple[int, int]:
 
 def cuda_driver(device: torch.device) -> CudaDriver:
     """The driver of a CUDA device. Raises BackendUnavailable naming what is missing."""
+    if torch.version.cuda is None:
+        why, mend = "this torch is built without CUDA", 'install a torch with CUDA, or pass device="cpu"'
+        raise BackendUnavailable(f"device {device}", why, mend)
     if not torch.cuda.is_available():
         raise BackendUnavailable(f"device {device}", "torch sees no CUDA device", "nvidia-smi")
     try:

@@ -10,6 +10,7 @@ import torch
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.group_plan import OFF, MemberSpec
 from poolwright.runtime.integrations.fleet import Move, Sent
+from poolwright.runtime.integrations.layers import STATE_POOLS
 from poolwright.runtime.integrations.members import Plan
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.ticket import Ticket
@@ -100,7 +101,10 @@ def _leaders(made: type[HostPoolGroup], taken: Mapping[str, Plan]) -> dict[str, 
             raise ValueError(f"{group}: no pool for {plan.member.name} ({share.pool}); pools are {known}")
         if share.pool != members[name].pool.spec.name:
             expected = members[name].pool.spec.name
-            raise ValueError(f"{group}: {name}: expected a pool {expected}, got {share.pool}")
+            hint = ""
+            if {expected, share.pool} <= set(STATE_POOLS):
+                hint = f"; if its states are the model's, pass pools={{{share.role!r}: {expected!r}}}"
+            raise ValueError(f"{group}: {name}: expected a pool {expected}, got {share.pool}{hint}")
         source = members[name].index or name
         leader = found.setdefault(source, source if source in taken else name)
         if taken[leader].paging.pages != plan.paging.pages:

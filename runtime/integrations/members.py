@@ -104,7 +104,15 @@ class Plan:
 def plans(
     members: Sequence[Member], *, page_size: int, layout: str | None = None, form: str | None = None
 ) -> tuple[Plan, ...]:
-    """The pools for these members; arguments as in `CacheMover`. Raises ValueError."""
+    """The pools for these members; arguments as in `CacheMover`. Raises ValueError, also for a layout or form
+    that no pool has."""
+    specs = [pool_class(member.share.pool).spec for member in members]
+    for what, name, known in (
+        ("layout", layout, {each: None for spec in specs for each in spec.layouts}),
+        ("form", form, {each: None for spec in specs for each in spec.forms}),
+    ):
+        if name is not None and name not in known:
+            raise ValueError(f"{what}: expected one of {', '.join(known)}, got {name!r}")
     return tuple(_plan(member, page_size, layout, form) for member in members)
 
 

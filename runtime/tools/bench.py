@@ -45,7 +45,7 @@ class Point:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`POOL`, sizes, `--device`, `--layout`, `--form`, `--json`, `--plot`."""
     parser.add_argument("pool", metavar="POOL", help="name of a pool")
-    names = "a parameter, page_size, layers, a dtype or a variant; repeatable"
+    names = "a parameter, page_size, layers, a dtype group's dtype or a variant; repeatable"
     parser.add_argument("--set", dest="words", metavar="NAME=VALUE", action="append", default=[], help=names)
     parser.add_argument("--layout", help="host order (default: the first)")
     parser.add_argument("--form", help="device order (default: the first)")

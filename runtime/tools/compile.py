@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     generated = package.load_package(args.package, args.folder)
     if args.pool is not None and args.pool not in (*generated.POOLS, *generated.GROUPS):
         known = ", ".join((*generated.POOLS, *generated.GROUPS))
-        raise package.PackageError(f"no pool {args.pool!r}; pools are {known}")
+        raise package.PackageError(f"no pool or group {args.pool!r}; there are {known}")
     if args.set and args.pool not in generated.POOLS:
         raise package.PackageError("--set names parameters of one pool; name the pool too")
     if args.sizes and args.pool not in generated.GROUPS:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     for name in generated.GROUPS:
         units += _group_units(generated.group_class(name), args) if args.pool in (None, name) else []
     if not units and (args.form or args.layout):
-        raise package.PackageError(f"no pool has form {args.form!r} with layout {args.layout!r}")
+        raise package.PackageError(f"no pool has {package.named(args.form, args.layout)}")
     say: Callable[[str], None] = (lambda _: None) if args.json else (lambda text: print(text, flush=True))
     rows = list(host_rows(units, say) if args.device == "cpu" else cuda_rows(units, archs, say))
     if args.json:

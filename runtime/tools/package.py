@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def named(form: str | None, layout: str | None) -> str:
+    """What was asked for, in words: ``form 'a' with layout 'b'``, or the one that is given."""
+    return " with ".join(f"{kind} {name!r}" for kind, name in (("form", form), ("layout", layout)) if name)
+
+
 def load_package(import_name: str, folder: Path | None) -> ModuleType:
     """The generated package. With a folder it is the one in that folder, whatever is installed.
 
@@ -66,13 +71,25 @@ def _by_file(import_name: str, init: Path) -> ModuleType:
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[import_name] = module
+    made = {**_parents(import_name), import_name: module}
+    sys.modules.update(made)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[import_name]
+        for name in made:
+            del sys.modules[name]
         raise
     return module
+
+
+def _parents(import_name: str) -> dict[str, ModuleType]:
+    """Empty packages above `import_name`, where there are none: relative imports inside it ask for them."""
+    parts = import_name.split(".")
+    names = [".".join(parts[:count]) for count in range(1, len(parts))]
+    found = {name: ModuleType(name) for name in names if name not in sys.modules}
+    for module in found.values():
+        module.__path__ = []
+    return found
 
 
 def _located(import_name: str) -> Path | None:

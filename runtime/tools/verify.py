@@ -109,10 +109,11 @@ def targets(
 ) -> list[Target | GroupTarget]:
     """Everything to verify. Raises PackageError for a pool, group, layout or form that there is not."""
     names = [pool] if pool is not None else list(generated.POOLS)
-    if pool is not None and pool not in (*generated.POOLS, *generated.GROUPS):
-        known = ", ".join((*generated.POOLS, *generated.GROUPS))
+    if pool not in (None, *generated.POOLS, *generated.GROUPS) or not names:
+        known = ", ".join((*generated.POOLS, *generated.GROUPS)) or "none"
+        wanted = "no pools" if pool is None else f"no pool or group {pool!r}"
         raise package.PackageError(
-            f"no pool {pool!r} in {generated.__name__}; pools are {known} (a new spec needs `codegen build`)"
+            f"{wanted} in {generated.__name__}; there are {known} (a new spec needs `codegen build`)"
         )
     if pool is not None and pool in generated.GROUPS:
         return list(_groups(generated, [pool], quick))
@@ -129,7 +130,7 @@ def targets(
                 found += [Target(pool_class, a_form, a_layout, sample) for sample in tried]
     if not found:
         pairs = ", ".join(f"{f}/{y}" for n in names for f, y in generated.pool_class(n).spec.programs)
-        raise package.PackageError(f"no form {form!r} with layout {layout!r}; form/layout are {pairs}")
+        raise package.PackageError(f"no {package.named(form, layout)}; form/layout are {pairs}")
     if pool is None and layout is None and form is None:
         found += _groups(generated, list(generated.GROUPS), quick)
     return found

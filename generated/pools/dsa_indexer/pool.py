@@ -151,8 +151,8 @@ class DSAIndexerPoolHost(HostPool):
     """Index keys of sparse attention in eight bits; a page row is its keys, then their scales.
 
     An index is a token; `page_size` tokens are a page.
-    `key`: (entry=page_size // ratio, dim=index_head_dim) of dtype float8_e4m3fn for each layer.
-    `scale`: (entry=page_size // ratio, block=-(-(index_head_dim) // (block))) of dtype float32 for each layer.
+    `key`: (entry=page_size // ratio, dim=index_head_dim) of dtype float8_e4m3fn for each page and layer.
+    `scale`: (entry=page_size // ratio, block=ceil_div(index_head_dim, block)) of dtype float32 for each page and layer.
     """
 
     spec = SPEC

@@ -188,8 +188,8 @@ class DeepSeekV4PagedHostPool(HostPool):
     """Compressed latents of one ratio, quantised, with their scales, in padded page rows.
 
     An index is a token; `page_size` tokens are a page.
-    `kv`: (entry=rows, dim=format_data) of dtype uint8 for each layer.
-    `scale`: (entry=rows, dim=format_scale) of dtype uint8 for each layer.
+    `kv`: (entry=rows, dim=format.data) of dtype uint8 for each page and layer.
+    `scale`: (entry=rows, dim=format.scale) of dtype uint8 for each page and layer.
     """
 
     spec = SPEC

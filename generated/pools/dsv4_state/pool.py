@@ -163,7 +163,7 @@ class DeepSeekV4StateHostPool(HostPool):
     """Compressor states; the ring of states of one page of the sliding window is one row.
 
     An index is a token; `page_size` tokens are a page.
-    `state`: (slot=ring, kind=2, window=1 + overlap, dim=head_dim) of dtype state for each layer.
+    `state`: (slot=ring, kind=2, window=1 + overlap, dim=head_dim) of dtype state for each page and layer.
     """
 
     spec = SPEC

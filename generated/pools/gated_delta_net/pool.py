@@ -251,8 +251,8 @@ class GatedDeltaNetPoolHost(HostPool):
     """Delta-rule state and convolution window of one state slot (Qwen3-Next).
 
     An index is a slot.
-    `temporal`: (head=v_heads, k=k_head_dim, v=v_head_dim) of dtype ssm for each layer.
-    `conv`: (channel=2 * k_heads * k_head_dim + v_heads * v_head_dim, tap=kernel - 1) of dtype conv for each layer.
+    `temporal`: (head=v_heads, k=k_head_dim, v=v_head_dim) of dtype ssm for each slot and layer.
+    `conv`: (channel=2 * k_heads * k_head_dim + v_heads * v_head_dim, tap=kernel - 1) of dtype conv for each slot and layer.
     """
 
     spec = SPEC

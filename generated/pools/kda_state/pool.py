@@ -288,9 +288,9 @@ class KdaStatePoolHost(HostPool):
     """Recurrent state, convolution window and side state of one checkpoint slot.
 
     An index is a slot.
-    `temporal`: (head=heads, v=head_dim, k=head_dim) of dtype ssm for each layer.
-    `conv`: (tap=kernel - 1, channel=3 * heads * head_dim) of dtype conv for each layer.
-    `ngram`: (position=ngram) of dtype int64.
+    `temporal`: (head=heads, v=head_dim, k=head_dim) of dtype ssm for each slot and layer.
+    `conv`: (tap=kernel - 1, channel=3 * heads * head_dim) of dtype conv for each slot and layer.
+    `ngram`: (position=ngram) of dtype int64 for each slot.
     """
 
     spec = SPEC

@@ -439,12 +439,12 @@ class MambaPoolHost(HostPool):
     """Recurrent state, convolution windows and side states of a slot; what a model lacks has size 0.
 
     An index is a slot.
-    `temporal`: (head=heads, dim=head_dim, state=state_size) of dtype ssm for each layer.
-    `conv[0]`: (channel=conv_dim_0, tap=kernel - 1) of dtype conv for each layer.
-    `conv[1]`: (channel=conv_dim_1, tap=kernel - 1) of dtype conv for each layer.
-    `conv[2]`: (channel=conv_dim_2, tap=kernel - 1) of dtype conv for each layer.
-    `side[0]`: (item=side_size_0) of dtype side.
-    `side[1]`: (item=side_size_1) of dtype side.
+    `temporal`: (head=heads, dim=head_dim, state=state_size) of dtype ssm for each slot and layer.
+    `conv[0]`: (channel=conv_dim_0, tap=kernel - 1) of dtype conv for each slot and layer.
+    `conv[1]`: (channel=conv_dim_1, tap=kernel - 1) of dtype conv for each slot and layer.
+    `conv[2]`: (channel=conv_dim_2, tap=kernel - 1) of dtype conv for each slot and layer.
+    `side[0]`: (item=side_size_0) of dtype side for each slot.
+    `side[1]`: (item=side_size_1) of dtype side for each slot.
     """
 
     spec = SPEC

@@ -419,8 +419,8 @@ class MHATokenToKVPoolMXFP8Host(HostPool):
     An index is a token; `page_size` tokens are a page.
     `k`: (head=heads, dim=head_dim) of dtype kv for each token and layer.
     `v`: (head=heads, dim=v_head_dim) of dtype kv for each token and layer.
-    `k_scale`: (head=heads, lane=32, tile=page_size // 32, block=head_dim // 32) of dtype scale for each layer.
-    `v_scale`: (head=heads, lane=32, tile=page_size // 32, block=v_head_dim // 32) of dtype scale for each layer.
+    `k_scale`: (head=heads, lane=32, tile=page_size // 32, block=head_dim // 32) of dtype scale for each page and layer.
+    `v_scale`: (head=heads, lane=32, tile=page_size // 32, block=v_head_dim // 32) of dtype scale for each page and layer.
     """
 
     spec = SPEC

@@ -229,7 +229,7 @@ class MLAFp8TokenToKVPoolHost(HostPool):
 
     An index is a token; `page_size` tokens are a page.
     `latent`: (value=kv_lora_rank) of dtype float8_e4m3fn for each token and layer.
-    `scale`: (block=-(-(kv_lora_rank) // (block))) of dtype float32 for each token and layer.
+    `scale`: (block=ceil_div(kv_lora_rank, block)) of dtype float32 for each token and layer.
     `rope`: (value=qk_rope_head_dim) of dtype bfloat16 for each token and layer.
     """
 

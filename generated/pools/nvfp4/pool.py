@@ -168,10 +168,10 @@ class MiniMaxM3Nvfp4MainKVPoolHost(HostPool):
     """Keys and values in four bits with their scales, one row a page, heads outermost in each part.
 
     An index is a token; `page_size` tokens are a page.
-    `k`: (head=heads, entry=page_size, pair=head_dim // 2) of dtype uint8 for each layer.
-    `k_scale`: (head=heads, entry=page_size, block=head_dim // 16) of dtype float8_e4m3fn for each layer.
-    `v`: (head=heads, entry=page_size, pair=head_dim // 2) of dtype uint8 for each layer.
-    `v_scale`: (head=heads, entry=page_size, block=head_dim // 16) of dtype float8_e4m3fn for each layer.
+    `k`: (head=heads, entry=page_size, pair=head_dim // 2) of dtype uint8 for each page and layer.
+    `k_scale`: (head=heads, entry=page_size, block=head_dim // 16) of dtype float8_e4m3fn for each page and layer.
+    `v`: (head=heads, entry=page_size, pair=head_dim // 2) of dtype uint8 for each page and layer.
+    `v_scale`: (head=heads, entry=page_size, block=head_dim // 16) of dtype float8_e4m3fn for each page and layer.
     """
 
     spec = SPEC

@@ -151,7 +151,7 @@ class QSAIndexerPoolHost(HostPool):
     """Compressed index keys, one of them for each group of tokens, one row a page.
 
     An index is a token; `page_size` tokens are a page.
-    `key`: (entry=page_size // ratio, dim=head_dim) of dtype key for each layer.
+    `key`: (entry=page_size // ratio, dim=head_dim) of dtype key for each page and layer.
     """
 
     spec = SPEC
