@@ -318,6 +318,9 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 
         index, extent, step = dims.pop()
         while axes and extent != 1:
             name, want, packed = axes.pop()
+            if want is None and _items(dims, extent) == math.prod(size or 1 for _, size, _ in axes):
+                strides[name] = packed or 0  # exactly one page: what is left is of the axes outside
+                continue
             if packed is not None and packed != step:
                 raise ValueError(
                     f"{pool}: {expected.name}: stride of {name} (shape#{index}): expected {packed} bytes, "
@@ -362,6 +365,11 @@ def _dims(tensor: torch.Tensor, as_bytes: bool) -> Iterator[tuple[int, int, int]
     yield from ((index, extent, step * size) for index, (extent, step) in shape if extent != 1)
     if as_bytes and size > 1:
         yield tensor.dim(), size, 1
+
+
+def _items(dims: Sequence[tuple[int, int, int]], extent: int) -> int:
+    """Items of these dimensions and one more extent."""
+    return extent * math.prod(size for _, size, _ in dims)
 
 
 def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
