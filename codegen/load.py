@@ -44,6 +44,8 @@ class Document(Generic[T]):
 
 def read(file: FilePath, path: str, kind: Any) -> Document[Any]:
     """Read one file as a `kind` of schema. Raises SpecError or, for mistakes of schema, SpecErrors."""
+    if file.exists() and not file.is_file():
+        raise SpecError(Location(path), "", "expected a file: remove it, or give it another ending")
     try:
         with file.open("rb") as stream:
             data = stream.read(nodes.MAX_BYTES + 1)

@@ -33,9 +33,13 @@ KEYWORDS = frozenset(
 
 CLASSES = frozenset(
     "None True False Component DevicePart Form HostLayout HostPart Iterable Layout Mapping PageRanges Param "
-    "PoolSpec Program Record Walk HostPool RequiredBytes SPEC".split()
+    "PoolSpec Program Record Walk HostPool RequiredBytes SPEC "
+    "GroupBytes GroupSpec MemberSpec NotRequired TypedDict GROUPS POOLS TYPE_CHECKING".split()
 )
-"""Names that a generated pool.py has beside its class."""
+"""Names that generated modules have beside the class of a pool."""
+
+GROUP_CLASSES = ("HostPoolGroup", "Arguments")
+"""Ends of the names of classes that a group has."""
 
 ARGUMENTS = frozenset(
     # what a pool's constructor and its methods take beside the spec's own parameters
@@ -83,7 +87,15 @@ def class_problem(text: str) -> str | None:
     """Why `text` is no class name; None if it is one."""
     if not _CLASS.fullmatch(text) or len(text) > MAX_NAME or text in CLASSES:
         return f"{shorten(text)} is no class name: use letters and digits, an upper-case letter first"
+    end = next((end for end in GROUP_CLASSES if text.endswith(end)), None)
+    if end is not None:
+        return f"names that end in {end!r} belong to classes of groups: take another name"
     return None
+
+
+def camel(name: str) -> str:
+    """The name as the beginning of a class: ``kv_state`` is ``KvState``."""
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
 
 
 def text_problem(text: str, longest: int = MAX_SUMMARY) -> str | None:

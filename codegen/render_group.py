@@ -11,6 +11,7 @@ from typing import Any
 
 from poolwright.codegen import render_cpp, render_python
 from poolwright.codegen.ir import Group, Lowered, Param, PoolRef
+from poolwright.codegen.names import camel
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Member:
     @property
     def arguments(self) -> str:
         """Name of the class of its constructor's arguments."""
-        return f"{_camel(self.name)}Arguments"
+        return f"{camel(self.name)}Arguments"
 
 
 def members(group: Group, pools: Mapping[str, Lowered]) -> list[Member]:
@@ -48,11 +49,7 @@ def members(group: Group, pools: Mapping[str, Lowered]) -> list[Member]:
 
 def class_name(group: Group) -> str:
     """The Python class of a group."""
-    return f"{_camel(group.name)}HostPoolGroup"
-
-
-def _camel(name: str) -> str:
-    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+    return f"{camel(group.name)}HostPoolGroup"
 
 
 # ---- kernels.cu and host.cpp ------------------------------------------------------------------

@@ -11,7 +11,7 @@ from poolwright.codegen import ir, load, schema
 from poolwright.codegen.collect import Checks
 from poolwright.codegen.errors import Location, SpecError, SpecErrors
 from poolwright.codegen.load import Document
-from poolwright.codegen.names import name_problem
+from poolwright.codegen.names import camel, name_problem
 from poolwright.codegen.orders import check_layout
 from poolwright.codegen.resolve_group import resolve_group
 from poolwright.codegen.resolve_pool import resolve_pool
@@ -197,13 +197,20 @@ class _Reader:
             self.errors.append(document.error(("class",), message))
 
     def _groups(self, pools: Mapping[str, ir.Pool]) -> list[ir.Group]:
-        result = []
+        result: list[ir.Group] = []
         for file in self._files(self.folder / GROUPS):
             document = self._document(file, schema.Group)
             group = None if document is None else self._group(document, pools, file.stem)
-            if group is not None:
+            if document is not None and group is not None:
+                self._check_group_class(document, group, result)
                 result.append(group)
         return result
+
+    def _check_group_class(self, document: Document[Any], group: ir.Group, others: list[ir.Group]) -> None:
+        other = next((one for one in others if camel(one.name) == camel(group.name)), None)
+        if other is not None:
+            message = f"its class is that of {other.source} already: take another name"
+            self.errors.append(document.error(("group",), message))
 
     def _group(self, document: Document[Any], pools: Mapping[str, ir.Pool], stem: str) -> ir.Group | None:
         return self._resolved(lambda: resolve_group(document, pools, stem))

@@ -10,7 +10,8 @@ from poolwright.codegen.names import name_problem, shorten, suggest
 from poolwright.codegen.nodes import Path
 from poolwright.codegen.resolve_params import check_dtype
 
-MAX_REPEAT = 64
+MAX_COMPONENTS = 64
+"""Of a pool, repeated ones counted one by one."""
 
 
 def components(ctx: Context) -> tuple[ir.Component, ...]:
@@ -25,6 +26,8 @@ def components(ctx: Context) -> tuple[ir.Component, ...]:
                     message = f"{one.name!r} and {idents[one.ident]!r} are both {one.ident} in generated code"
                     ctx.checks.fail(("components", name), f"{message}: rename one", key=True)
                 result.append(one)
+    if len(result) > MAX_COMPONENTS:
+        ctx.checks.name(("components",), f"{len(result)} components, at most {MAX_COMPONENTS} are generated")
     return tuple(result)
 
 
@@ -32,8 +35,8 @@ def _instances(ctx: Context, name: str, component: schema.Component) -> list[ir.
     at: Path = ("components", name)
     if component.repeat is None:
         return [_component(ctx, at, name, name, component, None)]
-    if not 1 <= component.repeat <= MAX_REPEAT:
-        ctx.checks.fail((*at, "repeat"), f"expected 1 to {MAX_REPEAT}, got {component.repeat}")
+    if not 1 <= component.repeat <= MAX_COMPONENTS:
+        ctx.checks.fail((*at, "repeat"), f"expected 1 to {MAX_COMPONENTS}, got {component.repeat}")
     numbers = range(component.repeat)
     return [_component(ctx, at, f"{name}[{i}]", f"{name}_{i}", component, i) for i in numbers]
 

@@ -9,7 +9,7 @@ from poolwright.codegen import ir, schema
 from poolwright.codegen.collect import Checks, check_params
 from poolwright.codegen.expr import Expr
 from poolwright.codegen.load import Document
-from poolwright.codegen.names import argument_problem, name_problem, shorten, suggest, text_problem
+from poolwright.codegen.names import argument_problem, camel, name_problem, shorten, suggest, text_problem
 from poolwright.codegen.nodes import Path
 from poolwright.codegen.scope import Scope
 
@@ -68,14 +68,27 @@ def _check_head(checks: Checks, spec: schema.Group, stem: str) -> None:
 def _check_names(checks: Checks, spec: schema.Group) -> None:
     """Pools, parameters and layer lists are arguments of one constructor, pools attributes of one class."""
     lists = [member.layers for member in spec.pools.values()]
+    classes: dict[str, str] = {}
     for name in spec.pools:
-        if name in _WORDS:
-            checks.name(("pools", name), f"{name!r} is a word of every group: take another name")
+        _check_word(checks, ("pools", name), name)
         if name in spec.params or name in lists:
             checks.name(("pools", name), f"{name!r} is also a parameter or a layer list: take another name")
+        other = classes.setdefault(camel(name), name)
+        if other != name:
+            message = f"{name!r} and {other!r} are both {camel(name)} in generated code: rename one"
+            checks.name(("pools", name), message)
+    for name, member in spec.pools.items():
+        if member.layers is not None:
+            _check_word(checks, ("pools", name, "layers"), member.layers, key=False)
     for name in spec.params:
+        _check_word(checks, ("params", name), name)
         if name in lists:
             checks.name(("params", name), f"{name!r} is also a layer list: take another name")
+
+
+def _check_word(checks: Checks, path: Path, name: str, *, key: bool = True) -> None:
+    if name in _WORDS:
+        checks.name(path, f"{name!r} is a word of every group: take another name", key=key)
 
 
 def _param(checks: Checks, scope: Scope, name: str, param: schema.Param) -> ir.Param:

@@ -14,6 +14,8 @@ from poolwright.codegen.nodes import Path
 from poolwright.codegen.orders import Placement, Thing
 
 MAX_PROGRAMS = 256
+MAX_PLACED = 1024
+"""Components of all programs together: what building takes time for."""
 NOTHING = "nothing"
 """The form and the layout of a pool that has no bytes."""
 
@@ -43,7 +45,7 @@ def orders(
     """Forms and layouts; `known`: all layouts by name. A pool without components has one of each, empty."""
     if not ctx.spec.components:
         return _nothing(ctx)
-    _check_count(ctx)
+    _check_count(ctx, len(components))
     # Orders are checked against what is placed; with some of it unreadable every order would look wrong.
     trusted = not ctx.checks.errors
     parts = {name: tuple(dim.name for dim in dims) for name, dims in splits}
@@ -60,11 +62,17 @@ def _nothing(ctx: Context) -> tuple[tuple[ir.Form, ...], tuple[ir.Layout, ...]]:
     return (ir.Form(NOTHING, (), ()),), (ir.Layout(NOTHING, ()),)
 
 
-def _check_count(ctx: Context) -> None:
+def _check_count(ctx: Context, components: int) -> None:
     choices = [len(variant.choices) for variant in ctx.variants]
     programs = math.prod([*choices, len(ctx.spec.device), len(ctx.spec.layouts)])
     if programs > MAX_PROGRAMS:
         message = f"{programs} programs (variants x forms x layouts), at most {MAX_PROGRAMS} are generated"
+        ctx.checks.name(("device",), message)
+    elif programs * components > MAX_PLACED:
+        message = (
+            f"{programs} programs (variants x forms x layouts) of {components} components are "
+            f"{programs * components} placements, at most {MAX_PLACED} are generated"
+        )
         ctx.checks.name(("device",), message)
 
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from poolwright.runtime import apart
 from poolwright.runtime.description import DevicePart, PoolSpec
 from poolwright.runtime.program import SizedProgram
 
@@ -53,12 +54,16 @@ def bind(
     claim(spec, [name for name, _ in groups], given)
     bound: dict[str, Bound] = {}
     kept: list[torch.Tensor] = []
+    every: list[apart.Rows] = []
     for name, group in groups:
         wanted = lists.get(_layer_list(spec, group[0].ident) or "", ())
         rows = _tensors(spec.name, name, group[0], given[name], wanted, layer_ids)
         _check_device(spec.name, name, rows, device)
         kept += rows
-        bound |= _bind_group(program, dtypes, name, group, rows)
+        more, used = _bind_group(program, dtypes, name, group, rows)
+        bound |= more
+        every += used
+    _check_shared(spec.name, every)
     table: list[int] = []
     strides: list[int] = []
     for part in program.device:
@@ -87,6 +92,8 @@ def alignment(values: Sequence[int]) -> int:
 
 def claim(spec: PoolSpec, names: Sequence[str], given: Mapping[str, object]) -> None:
     """Every tensor is a component's or named in `not_carried`, and no component is missing."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{spec.name}: bind: expected tensors by component, got {type(given).__name__}")
     for name, tensors in given.items():
         if name in names or any(fnmatch.fnmatchcase(name, p) for p in spec.not_carried):
             continue
@@ -228,8 +235,8 @@ def _bind_group(
     name: str,
     parts: Sequence[DevicePart],
     tensors: Sequence[torch.Tensor],
-) -> dict[str, Bound]:
-    """Check and bind the tensors of one component, or of all that share them."""
+) -> tuple[dict[str, Bound], list[apart.Rows]]:
+    """Check and bind the tensors of one component, or of all that share them; the bytes that they use."""
     pool = program.spec.name
     expected = _expected(program, dtypes, name, parts)
     form = program.spec.forms[program.form]
@@ -248,8 +255,13 @@ def _bind_group(
         raise ValueError(
             f"{pool}: {name}: rows: expected at least one whole page, got shape {tuple(tensors[0].shape)}"
         )
+    used = []
     if tensors:
-        _check_apart(pool, expected, tensors, steps, pages)
+        run = tensors[0].element_size() if expected.dtype is not None else 1
+        axes = [(steps[axis], pages if extent is None else extent) for axis, extent, _ in expected.axes]
+        _check_apart(pool, expected, axes, run)
+        places = [tensor.data_ptr() + one.first for tensor, one in zip(tensors, found, strict=True)]
+        used = [apart.rows(name, place, run, axes) for place in places]
     bound = {}
     for at, part in enumerate(parts):
         inside = 0
@@ -264,7 +276,7 @@ def _bind_group(
             pages=pages,
             views=tuple(_as_axes(tensor, first, part, pages, steps, size) for tensor, first in pairs),
         )
-    return bound
+    return bound, used
 
 
 def _expected(
@@ -318,6 +330,9 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 
         index, extent, step = dims.pop()
         while axes and extent != 1:
             name, want, packed = axes.pop()
+            if want is None and _items(dims, extent) == math.prod(size or 1 for _, size, _ in axes):
+                strides[name] = packed or 0  # exactly one page: what is left is of the axes outside
+                continue
             if packed is not None and packed != step:
                 if tensor.is_contiguous():
                     raise _shape(pool, expected, tensor)
@@ -366,6 +381,11 @@ def _dims(tensor: torch.Tensor, as_bytes: bool) -> Iterator[tuple[int, int, int]
         yield tensor.dim(), size, 1
 
 
+def _items(dims: Sequence[tuple[int, int, int]], extent: int) -> int:
+    """Items of these dimensions and one more extent."""
+    return extent * math.prod(size for _, size, _ in dims)
+
+
 def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
     want = ", ".join(f"{name}={'any' if extent is None else extent}" for name, extent, _ in expected.axes)
     unit = " bytes" if expected.dtype is None else ""
@@ -375,28 +395,25 @@ def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
     )
 
 
-def _check_apart(
-    pool: str,
-    expected: Expected,
-    tensors: Sequence[torch.Tensor],
-    steps: Mapping[str, int],
-    pages: int,
-) -> None:
-    """No byte may belong to two rows or two layers: a load would overwrite what it has just written."""
-    extents = {axis: pages if extent is None else extent for axis, extent, _ in expected.axes}
-    span = tensors[0].element_size() if tensors and expected.dtype is not None else 1
-    for axis in sorted((a for a in extents if extents[a] > 1), key=lambda a: steps[a]):
-        if steps[axis] < span:
+def _check_apart(pool: str, expected: Expected, axes: Sequence[tuple[int, int]], run: int) -> None:
+    """No byte may belong to two rows of a tensor. `axes`: (bytes a step, extent) of the expected ones."""
+    names = [axis for axis, _, _ in expected.axes]
+    for (step, extent), axis in sorted(zip(axes, names, strict=True), key=lambda each: each[0][0]):
+        if extent > 1 and step < run:
             raise ValueError(
-                f"{pool}: {expected.name}: stride of {axis}: rows overlap: expected at least {span} bytes, "
-                f"got {steps[axis]}"
+                f"{pool}: {expected.name}: stride of {axis}: rows overlap: expected at least {run} bytes, "
+                f"got {step}"
             )
-        span += steps[axis] * (extents[axis] - 1)
-    starts = [tensor.data_ptr() for tensor in tensors]
-    if len(set(starts)) != len(starts):
-        raise ValueError(
-            f"{pool}: {expected.name}: two layers have the same memory; each needs rows of its own"
-        )
+        run += step * (extent - 1)
+
+
+def _check_shared(pool: str, every: Sequence[apart.Rows]) -> None:
+    """No byte may belong to two layers, or to two components."""
+    found = apart.sharing(every)
+    if found is not None:
+        one, other = sorted(each.name for each in found)
+        what = f"{one}: two layers have" if one == other else f"{one} and {other}: a row of each has"
+        raise ValueError(f"{pool}: {what} the same memory; each needs rows of its own")
 
 
 def _as_axes(

@@ -66,14 +66,14 @@ class HostPoolGroup:
             for name, (arguments, _) in planned.items():
                 self._shared.member = name
                 self.pools[name] = self.spec.members[name].pool(**arguments, **common)
+            for name in self.pools:
+                self._follow(name)
         except BaseException:
             self._end()
             raise
         finally:
             being_built.reset(token)
         self.__dict__ |= self.pools
-        for name in self.pools:
-            self._follow(name)
 
     def __repr__(self) -> str:
         pools = ", ".join(f"{name}: {pool.page_num:,} pages" for name, pool in self.pools.items())
@@ -175,6 +175,7 @@ class HostPoolGroup:
         layer_ids: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
         """`bind` anew, after everything in flight."""
+        self._alive()
         self._shared.transfers.drain()
         self.bind(tensors, layer_ids)
 
@@ -242,8 +243,15 @@ class HostPoolGroup:
         for what in (unit, path):
             if what is not None and not isinstance(what, str):
                 self._known(direction, what)
+        self._alive()
         found: list[Move] = []
-        for name, (host, device) in self._named(direction, moves).items():
+        for name, pair in self._named(direction, moves).items():
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                got = type(pair).__name__
+                raise ValueError(
+                    f"{self.spec.name}: {direction}: {name}: expected (host, device) ids, got {got}"
+                )
+            host, device = pair
             of = unit if isinstance(unit, str) else unit.get(name, "token")
             found += self.pools[name]._moves(direction, host, device, of, validate, path, qos, layered)
         return found
@@ -265,6 +273,9 @@ class HostPoolGroup:
         self._shared.end()
 
     # ---- pieces
+
+    def _alive(self) -> None:
+        self._shared.alive(self.spec.name)
 
     def _known(self, call: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for pools that are on, in the fixed order. Raises ValueError for unknown names."""

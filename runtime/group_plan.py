@@ -73,8 +73,11 @@ def plan(
 ) -> dict[str, tuple[dict[str, Any], RequiredBytes]]:
     """The constructor's arguments of every pool that is on, and what it will take."""
     known = bind_params(spec.name, spec.params, sizes)
+    _check_bound(spec, "staging_bytes", staging_bytes)
+    if capture_bytes is not None:
+        _check_bound(spec, "capture_bytes", capture_bytes)
     amounts = _amounts(spec, budget, capacity_pages)
-    lists = {name: tuple(ids) for name, ids in layers.items()}
+    lists = {name: _layer_ids(spec, name, ids) for name, ids in layers.items()}
     given = {name: _arguments(spec, name, members[name], known, lists, page_size, layout) for name in amounts}
     single = {name: _need(spec, name, each, capacity_pages=1) for name, each in given.items()}
     pages = _pages(spec, single, amounts, capacity_bytes, capacity_pages)
@@ -88,6 +91,17 @@ def plan(
     for name, bound in bounds.items():
         given[name]["staging_bytes"] = bound
     return {name: (each, _need(spec, name, each)) for name, each in given.items()}
+
+
+def _check_bound(spec: GroupSpec, what: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{spec.name}: {what}: expected an integer from 0, got {value!r}")
+
+
+def _layer_ids(spec: GroupSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"{spec.name}: {name}: expected layer ids such as range(3), got {ids!r}")
+    return tuple(ids)
 
 
 def sources(members: Mapping[str, MemberSpec], name: str) -> list[str]:
@@ -107,6 +121,8 @@ def _amounts(
 ) -> dict[str, float | None]:
     """The budget of every pool that is on, None where none is given. Raises ValueError."""
     for what, given in (("budget", budget), ("capacity_pages", capacity_pages)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{spec.name}: {what}: expected a mapping by name of the pool, got {given!r}")
         for name in given or ():
             if name not in spec.members:
                 known = ", ".join(spec.members)

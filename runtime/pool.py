@@ -72,6 +72,13 @@ class Shared:
         # Held by the finalizer, the transfers outlive pools that are dropped with work in flight.
         self._end = weakref.finalize(self, _close, self.transfers, self.owner)
 
+    def alive(self, name: str) -> None:
+        """Raises PoolError when the pool of this name can no longer be used, or not in this process."""
+        if self.ended:
+            raise PoolError(f"{name}: the pool is destroyed; build a new one")
+        if os.getpid() != self.owner:
+            raise WrongProcess(f"pool {name}", self.owner, os.getpid())
+
     def end(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens."""
         self.ended = True
@@ -321,6 +328,7 @@ class HostPool(Pages):
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
         """`bind` anew, after everything in flight."""
+        self._alive()
         self._transfers.drain()
         self.bind(tensors, layer_ids)
 
@@ -550,10 +558,7 @@ class HostPool(Pages):
         self._transfers.settle(self.name, pages, reads)
 
     def _alive(self) -> None:
-        if self._shared.ended:
-            raise PoolError(f"{self.name}: the pool is destroyed; build a new one")
-        if os.getpid() != self._shared.owner:
-            raise WrongProcess(f"pool {self.name}", self._shared.owner, os.getpid())
+        self._shared.alive(self.name)
 
     def _batch(
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool

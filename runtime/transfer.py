@@ -146,6 +146,10 @@ class Transfers:
         once, also where nothing has layers. Raises ValueError."""
         if order not in ("bulk", "layer"):
             raise ValueError(f"{self.name}: order: expected layer or bulk, got {order!r}")
+        if layers is not None and not isinstance(layers, Iterable):
+            raise ValueError(f"{self.name}: layers: expected layer ids such as range(3), got {layers!r}")
+        if not numbers:  # nothing to move: no layer is waited for
+            return None if layers is None and order == "bulk" else self._order((), None)
         if layers is None:
             known = order == "layer" and any(self.members[n].layers for n in numbers)
             return self._order(numbers, None) if known else None

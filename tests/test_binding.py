@@ -105,6 +105,44 @@ def test_axes_merged_or_not(make: Make, form: str, shape: tuple[int, ...]) -> No
     assert torch.equal(moved(pool, 3), page_of(ROWS, 3))
 
 
+@pytest.mark.parametrize("rows", [TOKENS, TOKENS + 1, 2 * TOKENS - 1])
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[:1]])
+def test_exactly_one_page(make: Make, layers: tuple[int, ...], rows: int) -> None:
+    """The pages are an axis of extent 1, or merged with the tokens, or not there: no other axis is taken
+    for them, whatever its extent; rows may be left over behind it."""
+    for form in ("per_layer", "stacked"):
+        pool = make("plain", form=form, layers=layers)
+        one = numbered(len(layers), rows, WIDTH, 2)
+        shapes = [(rows, WIDTH, 2), (rows, 2 * WIDTH), (1, rows, WIDTH, 2), (rows, 1, 2 * WIDTH)]
+        shapes += [(TOKENS * WIDTH * 2,)] * (rows == TOKENS)
+        for shape in shapes:
+            given = one.reshape(len(layers), *shape)
+            pool.rebind({"a": list(given) if form == "per_layer" else given})
+            assert pool._bound.pages == 1
+            assert torch.equal(moved(pool, 0), page_of(one, 0))
+            before = one.clone()
+            one.zero_()
+            pool.load(torch.tensor([1]), torch.tensor([0]), "page").wait()
+            assert torch.equal(one[:, :TOKENS], before[:, :TOKENS]) and not one[:, TOKENS:].any()
+            one.copy_(before)
+            with pytest.raises(ValueError, match="device ids: expected 0 to 0, got 1"):
+                pool.load(torch.tensor([1]), torch.tensor([1]), "page")
+
+
+def test_exactly_one_page_of_components_in_one_tensor(make: Make) -> None:
+    """Outside the pages there may be components, or the stride of the pages is the tensor's."""
+    halves = make("alike", form="halves")
+    pages = numbered(3, 2, TOKENS, WIDTH)
+    for shape in ((2, 1, TOKENS, WIDTH), (2, TOKENS, WIDTH), (2, TOKENS * WIDTH)):
+        halves.rebind({"alike": list(pages.reshape(3, *shape))})
+        assert torch.equal(moved(halves, 0), record_of(pages[:, :1], pages[:, 1:], 0))
+    shared = make("shared", x=5, form="strided")
+    block = numbered(3, 1, 32)
+    shared.bind({"shared": list(block)})
+    a, b = block[:, :, :12].reshape(3, 1, 4, 3), block[:, :, 12:].reshape(3, 1, 4, 5)
+    assert torch.equal(moved(shared, 0), record_of(a, b, 0))
+
+
 def test_layers_in_one_tensor_or_apart_for_both_kinds_of_form(make: Make) -> None:
     for form in ("per_layer", "stacked"):
         pool = make("plain", form=form)

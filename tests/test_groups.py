@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import poolwright.generated as generated
 from poolwright.runtime import group as groups
 from poolwright.runtime import jit, toolchain
 from poolwright.runtime.driver.simulated import SimulatedDriver
-from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
+from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools import group_cases, verify
@@ -462,6 +463,20 @@ WRONG = (
         "budget: 139,998 bytes in all, more than",
     ),
     ({"budget": {"kv": 1.5}, "capacity_bytes": 9}, ValueError, "budget of kv: expected a fraction, bytes or"),
+    ({"capacity_pages": 3}, ValueError, "capacity_pages: expected a mapping by name of the pool, got 3"),
+    ({"budget": ["kv"]}, ValueError, "budget: expected a mapping by name of the pool, got"),
+    (
+        {"capacity_bytes": 99_999, "full_attention_layers": 3},
+        ValueError,
+        "full_attention_layers: expected layer",
+    ),
+    ({"capacity_bytes": 99_999, "staging_bytes": -1}, ValueError, "kimi_linear: staging_bytes: expected an"),
+    (
+        {"capacity_bytes": 99_999, "staging_bytes": None},
+        ValueError,
+        "kimi_linear: staging_bytes: expected an",
+    ),
+    ({"capacity_bytes": 99_999, "capture_bytes": -1}, ValueError, "kimi_linear: capture_bytes: expected an"),
     ({"capacity_bytes": -1}, ValueError, "capacity_bytes: expected an integer from 0, got -1"),
     (
         {"capacity_bytes": 99_999, "kv": {**LATENT, "head": 1}},
@@ -488,6 +503,12 @@ def test_what_cannot_be_sized_is_refused(given: dict[str, Any], kind: type[Excep
     group_class = generated.group_class("kimi_linear")
     with pytest.raises(kind, match=message):
         group_class.required_bytes(**{**HYBRID, **given})
+
+
+def test_a_bound_is_checked_where_no_pool_takes_it() -> None:
+    """No pool of this group changes in place, so none would look at capture_bytes."""
+    with pytest.raises(ValueError, match="target_draft: capture_bytes: expected an integer from 0, got -1"):
+        drafted(capture_bytes=-1)
 
 
 def test_the_budget_of_the_machine_is_asked_for_all_pools_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +685,57 @@ def test_wrong_ids_are_refused_before_anything_is_submitted(bound: Any) -> None:
         group.load(moves(), order="layer", path={"kv": "staged"})
     with pytest.raises(ValueError, match="no pool 'stat'"):
         group.write_back(moves(), path={"stat": "host"})
+    for wrong, message in (
+        ({"kv": good[0]}, r"write_back: kv: expected \(host, device\) ids, got Tensor"),
+        ({"kv": (*good, good[0])}, r"write_back: kv: expected \(host, device\) ids, got tuple"),
+        ([("kv", good)], r"write_back: expected a mapping by pool \(kv, state\), got list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            group.write_back(wrong)
+    with pytest.raises(ValueError, match=r"layers: expected layer ids such as range\(3\), got 3"):
+        group.load(moves(), layers=3)
+    with pytest.raises(ValueError, match=r"alloc: expected a mapping by pool \(kv, state\), got int"):
+        group.alloc(P)
+    with pytest.raises(ValueError, match="mla: bind: expected tensors by component, got list"):
+        group.bind({"kv": [], "state": {}})
     assert all(torch.equal(pool.kv_buffer, host[name]) for name, pool in group.pools.items())
+
+
+@pytest.mark.parametrize("how", [{"order": "layer"}, {"layers": [1, 0]}, {"layers": []}, {}])
+def test_nothing_to_load_has_nothing_to_wait_for(bound: Any, how: dict[str, Any]) -> None:
+    """No pool is named at all: as with empty lists, no layer is waited for."""
+    group, _ = bound
+    ticket = group.load({}, **how)
+    for layer in (*FULL, *LINEAR) if how else ():
+        ticket.wait_layer(layer)
+    assert ticket.done()
+
+
+def test_nothing_goes_through_a_group_that_is_gone(bound: Any) -> None:
+    """Refused before anything is waited for, also where there is nothing to move."""
+    group, tensors = bound
+    pid = os.fork()
+    if pid == 0:  # the device is the parent's: not even a wait for it may be tried
+        group._shared.transfers.drain = group.kv._transfers.drain = lambda: os._exit(1)
+        calls = (
+            lambda: group.load({}),
+            lambda: group.rebind(tensors),
+            lambda: group.kv.rebind(tensors["kv"]),
+        )
+        os._exit(sum(10 for call in calls if not refused(call, WrongProcess)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    group.destroy()
+    for call in (lambda: group.load({}), lambda: group.write_back({}), lambda: group.rebind(tensors)):
+        with pytest.raises(PoolError, match="kimi_linear: the pool is destroyed"):
+            call()
+
+
+def refused(call: Callable[[], object], kind: type[Exception]) -> bool:
+    try:
+        call()
+    except kind:
+        return True
+    return False
 
 
 def test_nothing_to_move_is_a_finished_ticket(bound: Any) -> None:

@@ -301,6 +301,46 @@ def test_programs_may_not_explode() -> None:
     assert error.message == "2000 programs (variants x forms x layouts), at most 256 are generated"
 
 
+def test_components_and_programs_together_have_a_bound() -> None:
+    """What building takes time for; each of the two alone is within its own bound."""
+    text = (SHIPPED / "mla.yaml").read_text(encoding="utf-8")
+    text = text.replace("dtype: kv}", "dtype: kv, repeat: 60}")
+    forms = "".join(
+        f"  f{i}: {{tensors: [component, layer], order: [page, token, element]}}\n" for i in range(9)
+    )
+    text = text.replace("device:\n", f"device:\n{forms}").replace("page_unified, ", "")
+    (error,) = mistakes(text.encode(), "specs/mla.yaml")
+    assert error.message == (
+        "40 programs (variants x forms x layouts) of 60 components are 2400 placements, "
+        "at most 1024 are generated"
+    )
+
+
+@pytest.mark.parametrize("name", ["fifo.yaml", "folder.yaml", "groups/fifo.yaml", "layouts.yaml"])
+def test_what_is_no_file_is_not_read(name: str, tmp_path: Path) -> None:
+    """A pipe would be waited for forever."""
+    (tmp_path / "groups").mkdir()
+    if name == "folder.yaml":
+        (tmp_path / name).mkdir()
+    else:
+        os.mkfifo(tmp_path / name)
+    (error,) = resolve.check_specs(tmp_path, tmp_path)
+    assert str(error) == f"{name}:1:1: expected a file: remove it, or give it another ending"
+
+
+def test_two_groups_of_one_class(tmp_path: Path) -> None:
+    """Names that differ in underscores alone would be one class in the registry."""
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "mla.yaml").write_bytes((SHIPPED / "mla.yaml").read_bytes())
+    for name in ("kv1", "kv_1"):
+        text = f"group: {name}\npools:\n  a: {{pool: mla}}\nanchor: a\n"
+        (tmp_path / "groups" / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (error,) = resolve.check_specs(tmp_path, tmp_path)
+    assert str(error) == (
+        "groups/kv_1.yaml:1:8: group: its class is that of groups/kv1.yaml already: take another name"
+    )
+
+
 # ---- text from anywhere -----------------------------------------------------------------------
 
 SOURCES = (*sorted(SHIPPED.rglob("*.yaml")), *sorted(GOOD.rglob("*.yaml")))

@@ -121,7 +121,10 @@ class Config:
 def read_config(path: Path) -> Config:
     """The config of a file. Raises PlanError for a file that holds none; OSError where it cannot be read."""
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
+        try:
+            data = file.read(MOST_BYTES + 1)
+        except OSError as error:
+            raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > MOST_BYTES:
         raise PlanError(f"{path}: larger than {MOST_BYTES:,} bytes; expected the config.json of a model")
     try:
