@@ -3,6 +3,10 @@
 Every pool has staging memory of its own, in equal slots; those of all pools are used in step. A slot holds
 whole pages in the host's layout, so every range of a page is one copy, and neighbouring host pages merge
 into longer ones. While the copy engine empties one slot, kernels fill the next.
+
+Note [Slots]: a slot is used again after the event that stands for it. Its first use in a transfer is behind
+all of the direction's earlier transfers, since a write-back ends with its copies joined and a load starts
+behind the one before; so events are kept from one transfer to the next only where directions share slots.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 from poolwright.runtime.costs import Costs
 from poolwright.runtime.driver import Driver, Event, Stream
@@ -50,41 +54,43 @@ class _Stage:
         host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
         count = len(host)
         size = chunk_pages(count, wanted, self.ring.slot_pages)
-        if on_device is None and (ordered := sorted(host)) != host:
+        if on_device is None:
             places = sorted(range(count), key=host.__getitem__)
-            host, device = ordered, array("I", [device[place] for place in places])
+            host, device = [host[at] for at in places], array("I", [device[at] for at in places])
         span = 0 if on_device is None else len(on_device) // count
+        inside = array("I", range(min(size, count)))
         for i in range(0, count, size):
             pages = host[i : i + size]
             part = on_device if on_device is None else on_device[i * span : (i + size) * span]
-            inside = array("I", range(len(pages)))
-            yield pages, Batch(batch.unit, inside, device[i : i + size], on_device=part)
+            yield pages, Batch(batch.unit, inside[: len(pages)], device[i : i + size], on_device=part)
 
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
         """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
-        runs = _runs(pages)
+        runs, origin = _runs(pages), self.member.place.address
         for outer, inner in self.spans:
-            size, start = outer.nbytes, self.member.place.address + outer.start
-            inside = base + inner.start
+            size, inside, start = outer.nbytes, base + inner.start, origin + outer.start
             host = [start + first * size for first, _, _ in runs]
             slot = [inside + at * size for _, at, _ in runs]
             sizes = [count * size for _, _, count in runs]
             if self.borders:
                 host, slot, sizes = _cut(host, slot, sizes, self.borders)
-            chunk.host += host
-            chunk.slot += slot
-            chunk.sizes += sizes
+            chunk.host.extend(host)
+            chunk.slot.extend(slot)
+            chunk.sizes.extend(sizes)
 
 
-@dataclass
-class _Chunk:
-    """One launch and one batch of copies: what goes through one slot of every pool."""
+class _Chunk(NamedTuple):
+    """One launch and one batch of copies: what goes through one slot of every pool.
+
+    `last`: nothing else of this transfer goes through the slot.
+    """
 
     slot_number: int
-    parts: list[Part] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
-    slot: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    last: bool
+    parts: list[Part]
+    host: list[int]
+    slot: list[int]
+    sizes: list[int]
 
 
 class Staging:
@@ -97,7 +103,7 @@ class Staging:
     def __init__(self, driver: Driver, costs: Costs) -> None:
         self._driver, self._costs = driver, costs
         self._stages: dict[int, _Stage] = {}
-        self._free: list[Event | None] = [None] * 2 * SLOTS  # after which a slot may be used again
+        self._free: list[Event | None] = [None] * 2 * SLOTS  # see Note [Slots]
         self._turns = {"write_back": 0, "load": SLOTS}
         self._shared = False
         self.delayed = 0
@@ -121,7 +127,6 @@ class Staging:
     ) -> Event:
         """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
         driver = self._driver
-        gathered: Event = None
         self.delayed = sum(
             max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
         )
@@ -130,12 +135,13 @@ class Staging:
             free = self._free[slot]
             if free is not None:
                 driver.wait(stream, free)
+                self._free[slot] = None
             launcher.launch("write_back", "gather", chunk.parts, stream, keep)
-            gathered = driver.record(stream)
-            driver.wait(copies, gathered)
+            driver.follow(copies, stream)
             driver.copy(chunk.host, chunk.slot, chunk.sizes, copies, inward=False)
-            self._free[slot] = driver.record(copies)
-        return gathered
+            if self._shared or not chunk.last:
+                self._free[slot] = driver.record(copies)
+        return driver.record(stream)
 
     def load(
         self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
@@ -148,10 +154,12 @@ class Staging:
             free = self._free[slot]
             if free is not None:
                 driver.wait(copies, free)
+                self._free[slot] = None
             driver.copy(chunk.slot, chunk.host, chunk.sizes, copies, inward=True)
-            driver.wait(stream, driver.record(copies))
+            driver.follow(stream, copies)
             launcher.launch("load", "scatter", chunk.parts, stream, keep)
-            self._free[slot] = driver.record(stream)
+            if self._shared or not chunk.last:
+                self._free[slot] = driver.record(stream)
 
     def _next_slot(self, direction: str) -> int:
         way = "write_back" if self._shared else direction
@@ -176,9 +184,10 @@ class Staging:
             stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)
             for stage, move in pairs
         ]
-        for turn in zip_longest(*lists):
+        turns = list(zip_longest(*lists))
+        for left, turn in zip(range(len(turns) - 1, -1, -1), turns, strict=True):
             slot = self._next_slot(direction)
-            chunk = _Chunk(slot)
+            chunk = _Chunk(slot, left < SLOTS, [], [], [], [])
             for stage, move, part in zip(stages, moves, turn, strict=True):
                 if part is not None:
                     place = stage.slots[slot]
@@ -196,12 +205,13 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     """(first page, position in the list, count) of neighbouring pages."""
     runs = []
     first = at = 0
+    expected = -1
     for position, page in enumerate(pages):
-        if position and page == pages[position - 1] + 1:
-            continue
-        if position:
-            runs.append((first, at, position - at))
-        first, at = page, position
+        if page != expected:
+            if position:
+                runs.append((first, at, position - at))
+            first, at = page, position
+        expected = page + 1
     if pages:
         runs.append((first, at, len(pages) - at))
     return runs

@@ -9,6 +9,7 @@ whatever this was built with. ``benchmarks/submit.py --calls`` measures both way
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,8 @@ class CudaDriver:
         self._events: list[Any] = []
         self._timed: list[Any] = []
         self._followed: dict[int, Any] = {}
+        # Without a function of Python's round the call: every submission asks.
+        self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
         self._lock = threading.Lock()
         self._batch = _batch_copy()
 
@@ -185,9 +188,6 @@ class CudaDriver:
     def call(self, stream: Stream, work: Callable[[], None]) -> None:
         with self.torch_stream(stream):
             work()
-
-    def current_stream(self) -> Stream:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
         store = self._timed if timed else self._events
