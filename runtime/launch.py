@@ -164,6 +164,7 @@ class Launcher:
         for number, _, _, order in parts:
             assert order is not None and order.memory is not None
             block = self._blocks[number]
+            block.inside = None
             _STEPS.pack_into(block.ids, _STEPS_AT, order.memory.address + 4 * first * block.columns)
 
     def _launch_of(self, direction: str, layered: bool, unit: str) -> Launch:
