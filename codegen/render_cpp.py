@@ -341,6 +341,7 @@ def _move(item: Item, walk: str) -> dict[str, Any]:
         "parameter": ", const pw::Column& steps, const u32 lane" if layered else "",
         "result": "u32" if layered else "void",
         "lane": "lane" if layered else "pw::lane()",
+        "flight": "pw::in_flight_by_layer" if layered else "pw::in_flight",
         "end": ["return pw::next(lane, pw::lanes(), total);"] if layered else [],
         "total": ("steps.count * " if layered else "") + "count * runs * vectors",
         "place": place,

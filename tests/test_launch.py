@@ -21,7 +21,7 @@ KIB, MIB = 1 << 10, 1 << 20
         ("load", 4 * MIB + 1, 8),
         ("load", 1 << 40, 8),
         ("load_layers", MIB, 16),
-        ("load_layers", 1 << 40, 8),
+        ("load_layers", 1 << 40, 12),
         ("write_back", 64, 4),
         ("write_back", 1 << 40, 4),
         ("gather", 2 * MIB, 264),
@@ -38,8 +38,8 @@ def test_short_loads_take_more_blocks_than_long_ones(purpose: str, nbytes: int, 
         (8448, 61, (0, 61)),  # all of it is short
         (16 * KIB, 32, (0, 32)),
         (16 * KIB, 33, (16, 32)),
-        (256 * KIB, 80, (1, 5)),  # a sixteenth of it
-        (MIB, 61, (1, 3)),
+        (256 * KIB, 80, (1, 10)),  # an eighth of it
+        (MIB, 61, (1, 7)),
         (4 * MIB, 32, (1, 2)),  # 8 MiB at most
         (64 * MIB, 4, (1, 1)),
         (1 << 40, 1, (0, 1)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from poolwright.runtime.driver import Windows
 
-BLOCKS = {"write_back": 4, "load": 8, "load_layers": 8, "gather": 264, "scatter": 264}
+BLOCKS = {"write_back": 4, "load": 8, "load_layers": 12, "gather": 264, "scatter": 264}
 """Blocks of a long launch: over the link no more than it needs (docs/benchmarks.md)."""
 
 SHORT_BYTES, SHORT_BLOCKS, BLOCK_BYTES = 4 << 20, 32, 64 << 10
@@ -19,7 +19,7 @@ WHOLE_BYTES = 512 << 10
 FIRST_BYTES = 256 << 10
 """What goes in front of such a load, or one layer: an event tells it about 8 us after its last byte."""
 
-WINDOW_SHARE, LEAST_WINDOW, MOST_WINDOW = 16, 512 << 10, 8 << 20
+WINDOW_SHARE, LEAST_WINDOW, MOST_WINDOW = 8, 512 << 10, 8 << 20
 """Layers that are moved together: a part of the load within bounds, or one layer."""
 
 

@@ -186,11 +186,11 @@ PW_BODY u32 move_temporal_layer_pages(const View& view, const pw::PageIds& ids, 
   constexpr u32 vectors = u32(atom_temporal_layer_pages / vector_temporal_layer_pages);
   constexpr u32 runs = u32(runs_temporal_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -204,7 +204,7 @@ PW_BODY u32 move_temporal_layer_pages(const View& view, const pw::PageIds& ids, 
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -218,11 +218,11 @@ PW_BODY u32 move_conv_0_layer_pages(const View& view, const pw::PageIds& ids, co
   constexpr u32 vectors = u32(atom_conv_0_layer_pages / vector_conv_0_layer_pages);
   constexpr u32 runs = u32(runs_conv_0_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -236,7 +236,7 @@ PW_BODY u32 move_conv_0_layer_pages(const View& view, const pw::PageIds& ids, co
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -250,11 +250,11 @@ PW_BODY u32 move_conv_1_layer_pages(const View& view, const pw::PageIds& ids, co
   constexpr u32 vectors = u32(atom_conv_1_layer_pages / vector_conv_1_layer_pages);
   constexpr u32 runs = u32(runs_conv_1_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -268,7 +268,7 @@ PW_BODY u32 move_conv_1_layer_pages(const View& view, const pw::PageIds& ids, co
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -282,11 +282,11 @@ PW_BODY u32 move_conv_2_layer_pages(const View& view, const pw::PageIds& ids, co
   constexpr u32 vectors = u32(atom_conv_2_layer_pages / vector_conv_2_layer_pages);
   constexpr u32 runs = u32(runs_conv_2_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -300,7 +300,7 @@ PW_BODY u32 move_conv_2_layer_pages(const View& view, const pw::PageIds& ids, co
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }

@@ -128,11 +128,11 @@ PW_BODY u32 move_k_layer_pages(const View& view, const pw::PageIds& ids, const u
   constexpr u32 vectors = u32(atom_k_layer_pages / vector_k_layer_pages);
   constexpr u32 runs = u32(runs_k_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -146,7 +146,7 @@ PW_BODY u32 move_k_layer_pages(const View& view, const pw::PageIds& ids, const u
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -160,11 +160,11 @@ PW_BODY u32 move_v_layer_pages(const View& view, const pw::PageIds& ids, const u
   constexpr u32 vectors = u32(atom_v_layer_pages / vector_v_layer_pages);
   constexpr u32 runs = u32(runs_v_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -178,7 +178,7 @@ PW_BODY u32 move_v_layer_pages(const View& view, const pw::PageIds& ids, const u
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -192,11 +192,11 @@ PW_BODY u32 move_k_scale_layer_pages(const View& view, const pw::PageIds& ids, c
   constexpr u32 vectors = u32(atom_k_scale_layer_pages / vector_k_scale_layer_pages);
   constexpr u32 runs = u32(runs_k_scale_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -210,7 +210,7 @@ PW_BODY u32 move_k_scale_layer_pages(const View& view, const pw::PageIds& ids, c
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -224,11 +224,11 @@ PW_BODY u32 move_v_scale_layer_pages(const View& view, const pw::PageIds& ids, c
   constexpr u32 vectors = u32(atom_v_scale_layer_pages / vector_v_scale_layer_pages);
   constexpr u32 runs = u32(runs_v_scale_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -242,7 +242,7 @@ PW_BODY u32 move_v_scale_layer_pages(const View& view, const pw::PageIds& ids, c
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }

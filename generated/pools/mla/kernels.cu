@@ -70,11 +70,11 @@ PW_BODY u32 move_kv_layer_pages(const View& view, const pw::PageIds& ids, const 
   constexpr u32 vectors = u32(atom_kv_layer_pages / vector_kv_layer_pages);
   constexpr u32 runs = u32(runs_kv_layer_pages);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -88,7 +88,7 @@ PW_BODY u32 move_kv_layer_pages(const View& view, const pw::PageIds& ids, const 
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }
@@ -102,11 +102,11 @@ PW_BODY u32 move_kv_layer_tokens(const View& view, const pw::TokenIds& ids, cons
   constexpr u32 vectors = u32(atom_kv_layer_tokens / vector_kv_layer_tokens);
   constexpr u32 runs = u32(runs_kv_layer_tokens);
   const u32 total = steps.count * count * runs * vectors;
-  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight) {
-    Vector held[pw::in_flight];
-    char* to[pw::in_flight];
+  for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
+    Vector held[pw::in_flight_by_layer];
+    char* to[pw::in_flight_by_layer];
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       const u32 at = first + n * pw::lanes();
       to[n] = nullptr;
       if (at >= total) continue;
@@ -120,7 +120,7 @@ PW_BODY u32 move_kv_layer_tokens(const View& view, const pw::TokenIds& ids, cons
       to[n] = Way::to(run) + offset;
     }
     PW_UNROLL
-    for (u32 n = 0; n < pw::in_flight; ++n) {
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
       if (to[n] != nullptr) pw::store(to[n], held[n]);
     }
   }

@@ -61,10 +61,12 @@ template <> struct vector_of<16> { typedef u128 type; };
 template <i64 bytes> using Vector = typename vector_of<bytes>::type;
 
 // Loads a thread has in flight before it stores: a read over the link takes about a microsecond.
-#ifndef PW_IN_FLIGHT
-#define PW_IN_FLIGHT 8
+// Where layers are counted it has fewer and there are more blocks: none is far behind when a layer ends.
+#ifdef PW_IN_FLIGHT
+static constexpr u32 in_flight = PW_IN_FLIGHT, in_flight_by_layer = PW_IN_FLIGHT;
+#else
+static constexpr u32 in_flight = 8, in_flight_by_layer = 4;
 #endif
-static constexpr u32 in_flight = PW_IN_FLIGHT;
 
 // One run that is contiguous on both sides.
 struct Run {
