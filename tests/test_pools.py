@@ -331,6 +331,35 @@ def test_layers_of_a_load(pool: Any) -> None:
     refused(lambda: pool.load(ids(0), ids(1), order="up"), "mla: order: expected layer or bulk, got 'up'")
 
 
+def test_launches_one_after_the_other_move_what_each_says() -> None:
+    """Parameters of a launch are filled where they differ from those of the last one: many follow many."""
+    layers, width = (2, 5, 7), 1024  # wide rows: a load in layer order is cut into two launches
+    pool = build(kv_lora_rank=width - 2, layers=layers)
+    rows = [torch.randn(DEVICE_PAGES * PAGE, width).to(torch.bfloat16) for _ in layers]
+    pool.bind({"kv": rows})
+    host = pool.kv_buffer.view(torch.bfloat16).view(PAGES, PAGE, len(layers), width)
+    host.copy_(torch.randn(host.shape))
+    seen, device = host.clone(), torch.stack(rows, 1).view(DEVICE_PAGES, PAGE, len(layers), width)
+    ways: list[dict[str, Any]] = [{}, {"order": "layer"}, {"layers": [7, 2]}, {"layers": [5]}]
+    random = torch.Generator().manual_seed(5)
+    for turn in range(60):
+        count = 1 + int(torch.randint(2, (), generator=random))
+        here = torch.randperm(PAGES, generator=random)[:count]
+        there = torch.randperm(DEVICE_PAGES, generator=random)[:count]
+        way = int(torch.randint(len(ways) + 1, (), generator=random))
+        if way == len(ways):
+            pool.write_back(here, there, "page", path="zero_copy").wait()
+            seen[here] = device[there]
+        else:
+            pool.load(here, there, "page", path="zero_copy", **ways[way]).wait()
+            for layer in ways[way].get("layers", layers):
+                at = layers.index(layer)
+                device[there, :, at] = seen[here, :, at]
+        assert torch.equal(host, seen), turn
+        assert torch.equal(torch.stack(rows, 1).view(device.shape), device), turn
+    pool.destroy()
+
+
 def test_more_ids_than_one_launch_takes() -> None:
     """Thousands of pages and tokens: several launches, several staging rounds."""
     pages = 2500
