@@ -3,7 +3,7 @@
 In: a CUDA device. Out: for each cell, with and without huge pages and for each way to compile the kernels,
 the rate in % of one plain copy of as many bytes, for every window and count of blocks; when the first layer
 was there; and how far each setting stays below the target, all long loads together. Ways: `usual`, the
-kernels as they are; `flight 4`, four vectors in flight a thread instead of eight; `by layer`, all ids of a
+kernels as they are; `flight 8`, eight vectors in flight a thread instead of four; `by layer`, all ids of a
 layer before the next layer; `still`, every step begins with the same warps. Bytes are compared for each.
 
 The constants in `runtime/driver/sizes.py` come from here. Run ``python benchmarks/layer_order.py``;
@@ -76,7 +76,7 @@ def still(text: str) -> str:
 
 WAYS: dict[str, tuple[tuple[tuple[str, str], ...], Callable[[str], str] | None]] = {
     "usual": ((), None),
-    "flight 4": ((("PW_IN_FLIGHT", "4"),), None),
+    "flight 8": ((("PW_IN_FLIGHT", "8"),), None),
     "by layer": ((), layer_by_layer),
     "still": ((), still),
 }
@@ -218,8 +218,8 @@ def huge_mib() -> int:
 
 
 def settings_of(huge: bool) -> list[tuple[str, int, int]]:
-    """Every window and count of blocks as usual and with fewer vectors; of the other ways those that tell."""
-    full = [(way, w, b) for way in ("usual", "flight 4") for w in WINDOWS for b in BLOCKS]
+    """Every window and count of blocks as usual and with more vectors; of the other ways those that tell."""
+    full = [(way, w, b) for way in ("usual", "flight 8") for w in WINDOWS for b in BLOCKS]
     if huge:
         return full
     return full + [(way, w, b) for way in ("by layer", "still") for w in WINDOWS[1:] for b in (8, 16)]
