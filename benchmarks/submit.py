@@ -1,9 +1,10 @@
-"""CPU time of a submission, and of compiling a pool.
+"""CPU time of a submission, of one pool and of a group, and of compiling a pool.
 
-Without options, on a CUDA device: submissions (in bursts of 32 and alone on an idle device, each ticket
-waited for outside the timed part; medians, "burst / alone"), then compiling. ``--stub`` needs no GPU: the
-driver's calls do nothing, what is left is Python's share (best of many). ``--compile`` needs none either.
-``--calls`` shows what single driver calls cost on a CUDA device. ``--profile`` lists where the time goes.
+Without options, on a CUDA device: every submission is timed by itself while fewer than `DEPTH` are under way,
+and in bursts of 32, whose queue the device may not have emptied; waiting is never timed. ``--stub`` needs no
+GPU: the driver's calls do nothing, what is left is Python's share (best of many). ``--compile`` needs none
+either. ``--calls`` shows what single driver calls cost on a CUDA device. ``--profile`` lists where the time
+goes.
 
 Run ``python benchmarks/submit.py``.
 """
@@ -32,11 +33,13 @@ import nothing
 
 from poolwright.generated import KimiLinearHostPoolGroup, MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from poolwright.runtime import indices, jit
+from poolwright.runtime.backend import Code
+from poolwright.runtime.driver.cuda import CudaKernels
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.testing import use_driver
 
-BURST = 32
+BURST, DEPTH = 32, 8
 Ids = tuple[torch.Tensor, torch.Tensor]
 Submit = Callable[[], Any]
 
@@ -62,16 +65,18 @@ def build(page_size: int, pages: int, device: str) -> HostPool:
 def cases(device: str) -> Iterator[tuple[str, str, HostPool, Ids]]:
     """(pages, unit, pool, ids) of every row of the tables."""
     pool = build(1, 1200, device)
-    for pages in (1, 64, 128, 1024):
+    for pages in (1, 8, 64, 128, 1024):
         yield f"{pages} (of one token)", "page", pool, (scattered(1200, pages), scattered(1200, pages))
     pool.destroy()
-    pool = build(64, 70, device)
+    pool = build(64, 140, device)
     steps = torch.arange(64)
-    for pages in (1, 64):
-        host, there = scattered(70, pages), scattered(70, pages)
+    for pages in (1, 8, 64):
+        host, there = scattered(70, pages) * 2, scattered(140, pages)  # no two host pages are neighbours
         yield f"{pages} (of 64 tokens)", "page", pool, (host, there)
         tokens = tuple((ids[:, None] * 64 + steps).reshape(-1) for ids in (host, there))
         yield f"{pages} (of 64 tokens)", "token", pool, (tokens[0], tokens[1])
+    host = torch.randperm(64) + 3
+    yield "64 (of 64 tokens, one run)", "page", pool, (host, scattered(140, 64))
     pool.destroy()
 
 
@@ -91,36 +96,42 @@ def ways(pool: HostPool, ids: Ids, unit: str) -> list[Submit]:
 # ---- submissions on a device ------------------------------------------------------------------
 
 
-def microseconds(submit: Submit, repeats: int) -> tuple[float, float]:
-    """Median CPU time of a submission: one in a burst, and one alone after a pause of the device."""
-    alone, burst = [], []
-    for repeat in range(repeats + 10):
-        begin = time.perf_counter()
-        ticket = submit()
-        took = time.perf_counter() - begin
-        ticket.wait()
-        if repeat >= 10:
-            alone.append(took * 1e6)
-    for _ in range(max(1, repeats // 10)):
+def microseconds(submit: Submit, rounds: int) -> tuple[float, float, float]:
+    """CPU time of a submission: the median and the best tenth with room in the queue, one of a burst."""
+    single, burst = [], []
+    for repeat in range(rounds + 3):
+        tickets = []
+        for _ in range(DEPTH):
+            begin = time.perf_counter()
+            tickets.append(submit())
+            took = time.perf_counter() - begin
+            if repeat >= 3:
+                single.append(took * 1e6)
+        for ticket in tickets:
+            ticket.wait()
+    for _ in range(max(1, rounds // 10)):
         begin = time.perf_counter()
         tickets = [submit() for _ in range(BURST)]
         burst.append((time.perf_counter() - begin) / BURST * 1e6)
         for ticket in tickets:
             ticket.wait()
-    return statistics.median(burst), statistics.median(alone)
+    return statistics.median(single), statistics.quantiles(single, n=10)[0], statistics.median(burst)
 
 
-def submissions(repeats: int) -> None:
-    print("| pages | unit | zero_copy us | staged us | load by layer us |\n|---|---|---|---|---|")
+def submissions(rounds: int) -> None:
+    def cell(submit: Submit) -> str:
+        return "{:.1f} / {:.1f} / {:.1f}".format(*microseconds(submit, rounds))
+
+    print(
+        f"CPU time in us: median / best tenth of single ones (under {DEPTH} under way) / burst of {BURST}\n"
+    )
+    print("| pages | unit | zero_copy | staged | load by layer |\n|---|---|---|---|---|")
     for pages, unit, pool, ids in cases("cuda:0"):
-        cells = [microseconds(submit, repeats) for submit in ways(pool, ids, unit)]
-        shown = " | ".join(f"{burst:.0f} / {alone:.0f}" for burst, alone in cells)
-        print(f"| {pages} | {unit} | {shown} |", flush=True)
+        print(f"| {pages} | {unit} | {' | '.join(map(cell, ways(pool, ids, unit)))} |", flush=True)
     print("\n| 64 pages of kv, one state | us |\n|---|---|")
     group, moves = build_group("cuda:0")
     for name, submit in group_ways(group, moves).items():
-        burst, alone = microseconds(submit, repeats)
-        print(f"| {name} | {burst:.0f} / {alone:.0f} |", flush=True)
+        print(f"| {name} | {cell(submit)} |", flush=True)
     group.destroy()
 
 
@@ -204,7 +215,7 @@ def limits_of(pool: HostPool) -> indices.Limits:
 def profile(repeats: int, device: str, page_size: int, path: str) -> None:
     """Where the time of a submission of 64 pages goes."""
     with use_driver(nothing.NoDriver()):
-        pool = build(page_size, 70 if page_size > 1 else 1200, device)
+        pool = build(page_size, 140 if page_size > 1 else 1200, device)
     ids = scattered(pool.page_num, 64), scattered(pool.page_num, 64)
     watch = cProfile.Profile()
     for _ in range(repeats):
@@ -227,20 +238,36 @@ def shapes() -> list[tuple[type[HostPool], dict[str, Any]]]:
     return [(MLATokenToKVPoolHost, mla | common), (MHATokenToKVPoolHost, mha | common)]
 
 
-def constructions() -> None:
-    """A pool's construction with an empty cache and with a filled one, the compiler's library loaded."""
-    print("\n| pool | cold s | warm ms |\n|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["POOLWRIGHT_CACHE_DIR"] = folder
-        for pool_class, sizes in shapes():
-            times = []
-            for layers in (range(1), sizes["layers"], sizes["layers"]):  # the first loads the library
-                given = {**sizes, "layers": layers}
-                begin = time.perf_counter()
-                pool = pool_class(capacity_pages=1, device="cuda:0", require="cuda", **given)
-                times.append(time.perf_counter() - begin)
-                pool.destroy()
-            print(f"| {pool_class.spec.name} | {times[1]:.2f} | {times[2] * 1e3:.0f} |", flush=True)
+def loading(repeats: int = 7) -> None:
+    """All code of a pool ready to be launched, with an empty cache and with a filled one; the compiler's
+    library is loaded. Beside it what a whole pool takes then: host memory, staging memory, streams."""
+    print("\n| pool | cold s | warm ms | of it: read ms | load ms | construction, warm, ms |")
+    print("|---|---|---|---|---|---|")
+    device = torch.device("cuda", 0)
+    for pool_class, sizes in shapes():
+        pool = pool_class(capacity_pages=1, device=device, require="cuda", **sizes)
+        program, arch = pool.program, f"sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
+        pool.destroy()
+        taken: dict[str, list[float]] = {}
+
+        def timed(what: str, call: Callable[[], Any], taken: dict[str, list[float]] = taken) -> Any:
+            begin = time.perf_counter()
+            found = call()
+            taken.setdefault(what, []).append(time.perf_counter() - begin)
+            return found
+
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["POOLWRIGHT_CACHE_DIR"] = folder
+                timed("cold", partial(Code, program, device, "cuda"))
+                timed("warm", partial(Code, program, device, "cuda"))
+                cubins = timed("read", partial(jit.cubins, program.unit("kernels", 16), arch))
+                timed("load", partial(CudaKernels, cubins))
+                build = partial(pool_class, capacity_pages=1, device=device, require="cuda", **sizes)
+                timed("all", build).destroy()
+        cold, *others = (statistics.median(taken[what]) for what in ("cold", "warm", "read", "load", "all"))
+        shown = " | ".join(f"{seconds * 1e3:.1f}" for seconds in others)
+        print(f"| {pool_class.spec.name} | {cold:.2f} | {shown} |", flush=True)
 
 
 def compiling(repeats: int, arch: str = "sm_90") -> None:
@@ -273,7 +300,7 @@ def cold(unit: jit.Unit, arch: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of submissions and of compiling")
-    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--stub", action="store_true", help="Python's share, without a GPU")
     parser.add_argument("--calls", action="store_true", help="cost of single driver calls")
     parser.add_argument("--compile", action="store_true", help="compiling alone, without a GPU")
@@ -295,7 +322,7 @@ def main() -> None:
         compiling(options.repeats)
     else:
         submissions(options.repeats)
-        constructions()
+        loading()
         compiling(options.repeats)
 
 

@@ -246,7 +246,7 @@ class HostPoolGroup:
         self._alive()
         found: list[Move] = []
         for name, pair in self._named(direction, moves).items():
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 got = type(pair).__name__
                 raise ValueError(
                     f"{self.spec.name}: {direction}: {name}: expected (host, device) ids, got {got}"

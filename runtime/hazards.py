@@ -34,7 +34,8 @@ class Submission(NamedTuple):
 
 
 KEPT = 8
-"""So many submissions are not asked for: it costs more than keeping what they hold."""
+"""So many submissions are not asked for, and so many are dropped at once: to ask costs more than to keep what
+they hold."""
 
 
 class Hazards:
@@ -53,9 +54,11 @@ class Hazards:
 
     def forget(self, direction: str) -> None:
         """Drop what is over of one direction. What the pool hands out does not depend on it."""
-        running = self._running[direction]  # one stream: the oldest is over first
-        while len(running) > KEPT and self._over(running[0]):
-            running.popleft()
+        running = self._running[direction]
+        some = max(KEPT, 1)
+        while len(running) >= KEPT + some and self._over(running[some - 1]):
+            for _ in range(some):  # one stream: those before it are over, too
+                running.popleft()
         if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
             self._tickets = [ticket for ticket in self._tickets if not ticket.acknowledged]
             self._swept = 2 * len(self._tickets) + 32

@@ -9,10 +9,9 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -577,8 +576,9 @@ class HostPool(Pages):
             whole = whole and batch.bad is None  # else the device skips wrong ones
         elif batch.unit == "tokens":
             pages, whole = -(-pages // self.page_size), False
-        merged = self._merged(batch.host) if whole and self._merges else 1
-        key = (direction, pages, layered, whole, merged, qos, self._forced if path is None else path)
+        forced = self._forced if path is None else path
+        merged = _merged(batch) if whole and self._merges and forced != "zero_copy" else 1
+        key = (direction, pages, layered, whole, merged, qos, forced)
         taken = self._choices.get(key)
         if taken is None:
             if len(self._choices) >= CHOICES_KEPT:
@@ -589,14 +589,6 @@ class HostPool(Pages):
                 where = " (POOLWRIGHT_PATH is set)" if path is None and self._forced != "auto" else ""
                 raise ValueError(f"{self.name}: {error}{where}") from None
         return taken
-
-    def _merged(self, host: Sequence[int]) -> int:
-        """How many host pages follow each other on average, as a power of two."""
-        if not host:
-            return 1
-        ordered = sorted(host)
-        runs = 1 + sum(b - a != 1 for a, b in pairwise(ordered))
-        return 1 << (len(ordered) // runs).bit_length() - 1
 
     def _decide(
         self,
@@ -624,6 +616,13 @@ class HostPool(Pages):
         costs = self._shared.code.costs
         path = choice.choose(work, self.path_report(), costs, forced)
         return path, predict(path, work, costs)
+
+
+def _merged(batch: indices.Batch) -> int:
+    """How many host pages follow each other on average, as a power of two."""
+    pages = batch.host_pages
+    runs = len(pages) - len(pages.intersection(map((1).__add__, pages)))
+    return 1 << (len(pages) // max(runs, 1)).bit_length() - 1 if pages else 1
 
 
 def indices_align(nbytes: int) -> int:

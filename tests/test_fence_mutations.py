@@ -78,7 +78,8 @@ class Sites(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         target = node.targets[0]
-        if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "self._free":
+        freed = isinstance(target, ast.Subscript) and ast.unparse(target.value) == "self._free"
+        if freed and not isinstance(node.value, ast.Constant):  # None: the slot has been waited for
             if self._here(ast.unparse(node)):
                 return ast.Pass()
         return self.generic_visit(node)
