@@ -74,6 +74,7 @@ class HostPoolGroup:
         finally:
             being_built.reset(token)
         self.__dict__ |= self.pools
+        self._leaders = tuple((name, pool) for name, pool in self.pools.items() if pool._source is None)
 
     def __repr__(self) -> str:
         pools = ", ".join(f"{name}: {pool.page_num:,} pages" for name, pool in self.pools.items())
@@ -245,7 +246,13 @@ class HostPoolGroup:
                 self._known(direction, what)
         self._alive()
         found: list[Move] = []
-        for name, pair in self._named(direction, moves).items():
+        asked = []
+        if type(moves) is dict:
+            asked = [(name, pool, moves[name]) for name, pool in self._leaders if name in moves]
+        if type(moves) is not dict or len(asked) != len(moves):  # a pool that is off, or something that is refused by name
+            named = self._named(direction, moves)
+            asked = [(name, self.pools[name], pair) for name, pair in named.items()]
+        for name, pool, pair in asked:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 got = type(pair).__name__
                 raise ValueError(
@@ -253,7 +260,7 @@ class HostPoolGroup:
                 )
             host, device = pair
             of = unit if isinstance(unit, str) else unit.get(name, "token")
-            found += self.pools[name]._moves(direction, host, device, of, validate, path, qos, layered)
+            found += pool._moves(direction, host, device, of, validate, path, qos, layered)
         return found
 
     def path_report(self) -> tuple[Availability, ...]:
