@@ -116,7 +116,6 @@ class CudaDriver:
         self._followed: dict[int, Any] = {}
         # Without a function of Python's round the call: every submission asks.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
-        self._lock = threading.Lock()
         self._batch = _batch_copy()
 
     def guard(self) -> AbstractContextManager[None]:
