@@ -181,6 +181,7 @@ def door(driver: CudaDriver) -> Iterator[Row]:
     yield "door: admit another stream", lambda: driver.admit(stream, "x"), None
     yield "door: record", lambda: driver.record(stream), None
     yield "door: wait", lambda: driver.wait(current, event), None
+    yield "door: follow", lambda: driver.follow(stream, current), None
     yield "door: done", lambda: driver.done(event), None
 
 

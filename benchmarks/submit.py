@@ -39,7 +39,9 @@ from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.testing import use_driver
 
-BURST, DEPTH = 32, 8
+BURST, DEPTH = 32, 4
+LEAST, SECONDS = 10, 0.7
+"""Rounds of a cell at least, and how long it may take with more."""
 Ids = tuple[torch.Tensor, torch.Tensor]
 Submit = Callable[[], Any]
 
@@ -98,18 +100,21 @@ def ways(pool: HostPool, ids: Ids, unit: str) -> list[Submit]:
 
 def microseconds(submit: Submit, rounds: int) -> tuple[float, float, float]:
     """CPU time of a submission: the median and the best tenth with room in the queue, one of a burst."""
-    single, burst = [], []
-    for repeat in range(rounds + 3):
-        tickets = []
+    single: list[float] = []
+    burst: list[float] = []
+    end = time.perf_counter() + SECONDS
+    for repeat in range(-3, rounds):
+        if repeat >= LEAST and time.perf_counter() > end:
+            break
+        tickets, took = [], []
         for _ in range(DEPTH):
             begin = time.perf_counter()
             tickets.append(submit())
-            took = time.perf_counter() - begin
-            if repeat >= 3:
-                single.append(took * 1e6)
+            took.append((time.perf_counter() - begin) * 1e6)
         for ticket in tickets:
             ticket.wait()
-    for _ in range(max(1, rounds // 10)):
+        single += took if repeat >= 0 else []
+    for _ in range(3):
         begin = time.perf_counter()
         tickets = [submit() for _ in range(BURST)]
         burst.append((time.perf_counter() - begin) / BURST * 1e6)
@@ -300,7 +305,7 @@ def cold(unit: jit.Unit, arch: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of submissions and of compiling")
-    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--stub", action="store_true", help="Python's share, without a GPU")
     parser.add_argument("--calls", action="store_true", help="cost of single driver calls")
     parser.add_argument("--compile", action="store_true", help="compiling alone, without a GPU")

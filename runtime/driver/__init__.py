@@ -127,7 +127,10 @@ class Driver(Protocol):
         ...
 
     def follow(self, stream: Stream, other: Stream) -> None:
-        """Work submitted to `stream` from now on runs after everything submitted to `other` so far."""
+        """Work submitted to `stream` from now on runs after everything submitted to `other` so far.
+
+        One thread at a time: who submits holds a lock.
+        """
         ...
 
     def done(self, event: Event) -> bool:

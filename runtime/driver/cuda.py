@@ -116,7 +116,6 @@ class CudaDriver:
         self._followed: dict[int, Any] = {}
         # Without a function of Python's round the call: every submission asks.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
-        self._lock = threading.Lock()
         self._batch = _batch_copy()
 
     def guard(self) -> AbstractContextManager[None]:
@@ -211,7 +210,6 @@ class CudaDriver:
 
     def follow(self, stream: Stream, other: Stream) -> None:
         # One event for each stream that is followed: a wait is for what the event stood for when it was put.
-        # A thread that comes between the two calls can only move it to a later moment of the same stream.
         behind = other if type(other) is int else other.cuda_stream
         event = self._followed.get(behind)
         if event is None:
