@@ -249,7 +249,9 @@ class HostPoolGroup:
         asked = []
         if type(moves) is dict:
             asked = [(name, pool, moves[name]) for name, pool in self._leaders if name in moves]
-        if type(moves) is not dict or len(asked) != len(moves):  # a pool that is off, or something that is refused by name
+        if type(moves) is not dict or len(asked) != len(
+            moves
+        ):  # a pool that is off, or something that is refused by name
             named = self._named(direction, moves)
             asked = [(name, self.pools[name], pair) for name, pair in named.items()]
         for name, pool, pair in asked:
