@@ -192,8 +192,14 @@ def build_group(device: str) -> tuple[HostPoolGroup, Mapping[str, Ids]]:
 
 
 def group_ways(group: HostPoolGroup, moves: Mapping[str, Ids]) -> dict[str, Submit]:
-    """A pool of the group by itself, and all of them, each by `zero_copy` and in layer order."""
+    """Each pool of the group by itself, and all of them, by `zero_copy` and in layer order."""
     return {
+        "state alone": lambda: group.pools["state"].write_back(
+            *moves["state"], unit="page", path="zero_copy"
+        ),
+        "state alone, by layer": lambda: group.pools["state"].load(
+            *moves["state"], unit="page", order="layer", path="zero_copy"
+        ),
         "kv alone": lambda: group.pools["kv"].write_back(*moves["kv"], unit="page", path="zero_copy"),
         "kv and state": lambda: group.write_back(moves, "page", path="zero_copy"),
         "kv alone, by layer": lambda: group.pools["kv"].load(
