@@ -231,3 +231,18 @@ def test_head_groups_of_a_page_are_apart() -> None:
                 wanted = rows[name][layer][3:, 2 * group : 2 * group + 2]
                 assert torch.equal(page[group, layer, at], wanted)
     pool.destroy()
+
+
+@pytest.mark.parametrize("bound", [0, 128 << 20, 512 << 20, 1 << 30, 5 << 30])
+def test_staging_of_large_states_keeps_its_bound(bound: int) -> None:
+    """States of 4 MiB in 40 layers: what is captured stays within `capture_bytes`, or is two whole states,
+    the least there can be, and is said before anything is allocated."""
+    sizes = {"heads": 64, "head_dim": 128, "state_size": 128, "conv_dim": (12288,), "kernel": 4}
+    dtypes = {"ssm_dtype": F32, "conv_dtype": BF16, "side_dtype": torch.int64}
+    need = generated.MambaPoolHost.required_bytes(
+        **sizes, **dtypes, layers=range(40), capacity_pages=4096, capture_bytes=bound
+    )
+    assert need.page == 40 * (4 << 20) + 40 * 12288 * 3 * 2
+    slot = -(-need.page // 256) * 256
+    assert need.staging <= bound or need.staging == 2 * slot
+    assert bound < 2 * slot or need.staging > bound - 4 * slot
