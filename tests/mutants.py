@@ -81,7 +81,7 @@ def _header(folder: Path) -> Iterator[Site]:
         program = next((name for name, low, high in spaces if low <= start < high), "")
         return Site(folder.name, "layout.h", start, end, match[group], step, how, program, where)
 
-    for match in re.finditer(r"^constexpr i64 (\w+) = (.+);$", text, re.M):
+    for match in re.finditer(r"^PW_CONSTANT\(i64, (\w+), (.+)\);$", text, re.M):
         shared = not any(low <= match.start() < high for _, low, high in spaces)
         how = "described" if match[1] in described or shared else "switched"
         yield site(match, 2, match[1], how)
@@ -116,7 +116,7 @@ SWITCHED = ((1, -1), "switched")
 _SOURCE_SITES = (
     # what, pattern (group 1 is the number), by how much, how
     ("constant", r"const(?:expr)? u(?:32|64) (?:\w+ = [^,;]+, )?(?!columns)\w+ = ([^;]+?)(?=;)", *SWITCHED),
-    ("constant", r"constexpr u32 columns = (\d+);", (1, -1), "text"),
+    ("constant", r"PW_CONSTANT\(u32, columns, (\d+)\);", (1, -1), "text"),
     ("constant", r"const(?:expr)? u(?:32|64) \w+ = ([^,;]+?)(?=, \w+ = )", (1, -1), "switched"),
     ("start", r"for \(u(?:32|64) \w+ = ([^;]+);", (1,), "switched"),
     ("bound", r"for \([^;]+; \w+ < ([^;]+);", (1, -1), "switched"),
@@ -313,7 +313,7 @@ class Runner:
                     inserts[site.end] = f" {sign} int(pw_mutant == {number}))" + inserts[site.end]
             for site, number in tables.items():
                 inside = next((low, high) for name, low, high in _namespaces(text) if name == site.program)
-                for use in re.compile(rf"\b{site.where}\b(?! =)").finditer(text, *inside):
+                for use in re.compile(rf"(?<!\(i64, )\b{site.where}\b").finditer(text, *inside):
                     inserts[use.end()] = f" + int(pw_mutant == {number})" + inserts.get(use.end(), "")
             for at in sorted(inserts, reverse=True):
                 text = text[:at] + inserts[at] + text[at:]

@@ -254,6 +254,14 @@ def test_the_clocks_of_a_first_layer_compile() -> None:
     assert all(name in cubin for name in (b"stamp", b"watch", b"spin"))
 
 
+def test_kernels_to_load_are_compiled_with_and_without_variables() -> None:
+    loads, pool_class = module("module_load"), generated.pool_class("mla")
+    program = cases.sized(pool_class, samples(pool_class)[0], "per_layer", "page_first")
+    found = {form: jit.cubins(loads.unit(program, form), "sm_90") for form in loads.FORMS}
+    has = {form: {b".nv.global" in cubin for cubin in cubins} for form, cubins in found.items()}
+    assert has == {"variables": {True}, "names": {False}}
+
+
 def test_the_report_has_a_row_a_cell_and_a_column_a_way() -> None:
     report = module("report")
     cells = [

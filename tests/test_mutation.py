@@ -159,7 +159,7 @@ def test_sites_cover_every_file_and_program(generated: Path) -> None:
         for file in ("layout.h", "kernels.cu", "host.cpp", "pool.py"):
             assert sum(site.pool == pool and site.file == file for site in everything) > 50
         text = (generated / "pools" / pool / "layout.h").read_text()
-        constants = re.findall(r"^(?:PW_CONSTEXPR|constexpr) i64 (\w+)", text, re.M)
+        constants = re.findall(r"^(?:PW_CONSTEXPR i64 |PW_CONSTANT\(i64, )(\w+)", text, re.M)
         described = [
             s for s in everything if s.pool == pool and s.file == "layout.h" and s.where in constants
         ]

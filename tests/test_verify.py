@@ -88,7 +88,7 @@ def test_a_wrong_address_is_named(copied: Path) -> None:
 
 
 def test_numbers_that_do_not_belong_together(copied: Path) -> None:
-    change(copied, "layout.h", "constexpr i64 host_kv_token = ", "constexpr i64 host_kv_token = 1 + ")
+    change(copied, "layout.h", "PW_CONSTANT(i64, host_kv_token, ", "PW_CONSTANT(i64, host_kv_token, 1 + ")
     done = run("verify", *PAGE_FIRST, "--quick", "--package", "changed", "--folder", str(copied))
     assert done.returncode == 1
     assert "compiled constant" in done.stderr

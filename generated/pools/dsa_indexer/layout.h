@@ -5,17 +5,17 @@
 namespace dsa_indexer {
 
 // Given at compile time.
-constexpr i64 index_head_dim = PW_index_head_dim;
-constexpr i64 block = PW_block;
-constexpr i64 ratio = PW_ratio;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
+PW_CONSTANT(i64, index_head_dim, PW_index_head_dim);
+PW_CONSTANT(i64, block, PW_block);
+PW_CONSTANT(i64, ratio, PW_ratio);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
 
-constexpr i64 extent_key_entry = pw::floor_div(page_size, ratio);
-constexpr i64 extent_key_dim = index_head_dim;
-constexpr i64 extent_scale_entry = pw::floor_div(page_size, ratio);
-constexpr i64 extent_scale_block = pw::ceil_div(index_head_dim, block);
-constexpr i64 extent_row_row = pw::align_up(pw::align_up(extent_key_dim * extent_key_entry, 4) + 4 * extent_scale_block * extent_scale_entry, 4);
+PW_CONSTANT(i64, extent_key_entry, pw::floor_div(page_size, ratio));
+PW_CONSTANT(i64, extent_key_dim, index_head_dim);
+PW_CONSTANT(i64, extent_scale_entry, pw::floor_div(page_size, ratio));
+PW_CONSTANT(i64, extent_scale_block, pw::ceil_div(index_head_dim, block));
+PW_CONSTANT(i64, extent_row_row, pw::align_up(pw::align_up(extent_key_dim * extent_key_entry, 4) + 4 * extent_scale_block * extent_scale_entry, 4));
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -27,22 +27,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_page = extent_row_row;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_page, extent_row_row);
 PW_CONSTEXPR i64 host_row_layer(i64 pages) { return extent_row_row * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_layer(pages) * layers; }
-constexpr i64 page_bytes = extent_row_row * layers;
+PW_CONSTANT(i64, page_bytes, extent_row_row * layers);
 
 // row: host [layer, page, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -51,10 +51,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -73,22 +73,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_layer = extent_row_row;
-constexpr i64 host_row_page = extent_row_row * layers;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_layer, extent_row_row);
+PW_CONSTANT(i64, host_row_page, extent_row_row * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, layer, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -97,10 +97,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,

@@ -5,18 +5,18 @@
 namespace dsv4_paged {
 
 // Given at compile time.
-constexpr i64 ratio = PW_ratio;
-constexpr i64 rows = PW_rows;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
+PW_CONSTANT(i64, ratio, PW_ratio);
+PW_CONSTANT(i64, rows, PW_rows);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
 
 namespace v4 {
 
-constexpr i64 extent_kv_entry = rows;
-constexpr i64 extent_kv_dim = 576;
-constexpr i64 extent_scale_entry = rows;
-constexpr i64 extent_scale_dim = 8;
-constexpr i64 extent_row_row = pw::align_up(extent_kv_dim * extent_kv_entry + extent_scale_dim * extent_scale_entry, 576);
+PW_CONSTANT(i64, extent_kv_entry, rows);
+PW_CONSTANT(i64, extent_kv_dim, 576);
+PW_CONSTANT(i64, extent_scale_entry, rows);
+PW_CONSTANT(i64, extent_scale_dim, 8);
+PW_CONSTANT(i64, extent_row_row, pw::align_up(extent_kv_dim * extent_kv_entry + extent_scale_dim * extent_scale_entry, 576));
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -28,22 +28,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_page = extent_row_row;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_page, extent_row_row);
 PW_CONSTEXPR i64 host_row_layer(i64 pages) { return extent_row_row * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_layer(pages) * layers; }
-constexpr i64 page_bytes = extent_row_row * layers;
+PW_CONSTANT(i64, page_bytes, extent_row_row * layers);
 
 // row: host [layer, page, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -52,10 +52,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -74,22 +74,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_layer = extent_row_row;
-constexpr i64 host_row_page = extent_row_row * layers;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_layer, extent_row_row);
+PW_CONSTANT(i64, host_row_page, extent_row_row * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, layer, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -98,10 +98,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -114,11 +114,11 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 
 namespace v41 {
 
-constexpr i64 extent_kv_entry = rows;
-constexpr i64 extent_kv_dim = 512;
-constexpr i64 extent_scale_entry = rows;
-constexpr i64 extent_scale_dim = 16;
-constexpr i64 extent_row_row = pw::align_up(extent_kv_dim * extent_kv_entry + extent_scale_dim * extent_scale_entry, 512);
+PW_CONSTANT(i64, extent_kv_entry, rows);
+PW_CONSTANT(i64, extent_kv_dim, 512);
+PW_CONSTANT(i64, extent_scale_entry, rows);
+PW_CONSTANT(i64, extent_scale_dim, 16);
+PW_CONSTANT(i64, extent_row_row, pw::align_up(extent_kv_dim * extent_kv_entry + extent_scale_dim * extent_scale_entry, 512));
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -130,22 +130,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_page = extent_row_row;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_page, extent_row_row);
 PW_CONSTEXPR i64 host_row_layer(i64 pages) { return extent_row_row * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_layer(pages) * layers; }
-constexpr i64 page_bytes = extent_row_row * layers;
+PW_CONSTANT(i64, page_bytes, extent_row_row * layers);
 
 // row: host [layer, page, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -154,10 +154,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -176,22 +176,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_layer = extent_row_row;
-constexpr i64 host_row_page = extent_row_row * layers;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_layer, extent_row_row);
+PW_CONSTANT(i64, host_row_page, extent_row_row * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, layer, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -200,10 +200,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -216,11 +216,11 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 
 namespace v41_new {
 
-constexpr i64 extent_kv_entry = rows;
-constexpr i64 extent_kv_dim = 512;
-constexpr i64 extent_scale_entry = rows;
-constexpr i64 extent_scale_dim = 16;
-constexpr i64 extent_row_row = pw::align_up((extent_kv_dim + extent_scale_dim) * extent_kv_entry, 528);
+PW_CONSTANT(i64, extent_kv_entry, rows);
+PW_CONSTANT(i64, extent_kv_dim, 512);
+PW_CONSTANT(i64, extent_scale_entry, rows);
+PW_CONSTANT(i64, extent_scale_dim, 16);
+PW_CONSTANT(i64, extent_row_row, pw::align_up((extent_kv_dim + extent_scale_dim) * extent_kv_entry, 528));
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -232,22 +232,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_page = extent_row_row;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_page, extent_row_row);
 PW_CONSTEXPR i64 host_row_layer(i64 pages) { return extent_row_row * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_layer(pages) * layers; }
-constexpr i64 page_bytes = extent_row_row * layers;
+PW_CONSTANT(i64, page_bytes, extent_row_row * layers);
 
 // row: host [layer, page, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -256,10 +256,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -278,22 +278,22 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_layer = extent_row_row;
-constexpr i64 host_row_page = extent_row_row * layers;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_layer, extent_row_row);
+PW_CONSTANT(i64, host_row_page, extent_row_row * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, layer, row], device [layer] [page, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_page = extent_row_row;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_page, extent_row_row);
 
 // row, one page an id: layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -302,10 +302,10 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one layer, one page an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,

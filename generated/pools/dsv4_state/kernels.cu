@@ -80,7 +80,7 @@ PW_FN u32 move_steps_pages(const View& view, const pw::PageIds& ids, const u32 c
 }
 
 // Numbers of a step in layer order: the position in layers.
-[[maybe_unused]] constexpr u32 columns = 1;
+PW_CONSTANT(u32, columns, 1);
 
 #ifndef PW_GROUP  // a group has kernels of its own
 

@@ -5,17 +5,17 @@
 namespace dsv4_state {
 
 // Given at compile time.
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 overlap = PW_overlap;
-constexpr i64 ring = PW_ring;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_state = PW_itemsize_state;
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, overlap, PW_overlap);
+PW_CONSTANT(i64, ring, PW_ring);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_state, PW_itemsize_state);
 
-constexpr i64 extent_state_slot = ring;
-constexpr i64 extent_state_kind = 2;
-constexpr i64 extent_state_window = 1 + overlap;
-constexpr i64 extent_state_dim = head_dim;
+PW_CONSTANT(i64, extent_state_slot, ring);
+PW_CONSTANT(i64, extent_state_kind, 2);
+PW_CONSTANT(i64, extent_state_window, 1 + overlap);
+PW_CONSTANT(i64, extent_state_dim, head_dim);
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -27,28 +27,28 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_state_base = 0;
-constexpr i64 host_state_dim = itemsize_state;
-constexpr i64 host_state_window = itemsize_state * extent_state_dim;
-constexpr i64 host_state_kind = host_state_window * extent_state_window;
-constexpr i64 host_state_slot = host_state_kind * extent_state_kind;
-constexpr i64 host_state_page = host_state_slot * extent_state_slot;
+PW_CONSTANT(i64, host_state_base, 0);
+PW_CONSTANT(i64, host_state_dim, itemsize_state);
+PW_CONSTANT(i64, host_state_window, itemsize_state * extent_state_dim);
+PW_CONSTANT(i64, host_state_kind, host_state_window * extent_state_window);
+PW_CONSTANT(i64, host_state_slot, host_state_kind * extent_state_kind);
+PW_CONSTANT(i64, host_state_page, host_state_slot * extent_state_slot);
 PW_CONSTEXPR i64 host_state_layer(i64 pages) { return host_state_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_state_layer(pages) * layers; }
-constexpr i64 page_bytes = host_state_page * layers;
+PW_CONSTANT(i64, page_bytes, host_state_page * layers);
 
 // state: host [layer, page, slot, kind, window, dim], device [layer] [page, slot, kind, window, dim]
-constexpr i64 table_state = 0;
-constexpr i64 device_state_dim = itemsize_state;
-constexpr i64 device_state_window = itemsize_state * extent_state_dim;
-constexpr i64 device_state_kind = device_state_window * extent_state_window;
-constexpr i64 device_state_slot = device_state_kind * extent_state_kind;
-constexpr i64 device_state_page = device_state_slot * extent_state_slot;
+PW_CONSTANT(i64, table_state, 0);
+PW_CONSTANT(i64, device_state_dim, itemsize_state);
+PW_CONSTANT(i64, device_state_window, itemsize_state * extent_state_dim);
+PW_CONSTANT(i64, device_state_kind, device_state_window * extent_state_window);
+PW_CONSTANT(i64, device_state_slot, device_state_kind * extent_state_kind);
+PW_CONSTANT(i64, device_state_page, device_state_slot * extent_state_slot);
 
 // state, one page an id: layer runs of slot x kind x window x dim
-constexpr i64 atom_state_pages = itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot;
-constexpr i64 runs_state_pages = layers;
-constexpr i64 vector_state_pages = pw::vector_width(atom_state_pages);
+PW_CONSTANT(i64, atom_state_pages, itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot);
+PW_CONSTANT(i64, runs_state_pages, layers);
+PW_CONSTANT(i64, vector_state_pages, pw::vector_width(atom_state_pages));
 PW_FN Run run_state_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -57,10 +57,10 @@ PW_FN Run run_state_pages(const View& view, u32 host_id, u32 device_id, u32 run)
 }
 
 // state, one layer, one page an id: 1 runs of slot x kind x window x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_state_layer_pages = itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot;
-constexpr i64 runs_state_layer_pages = 1;
-constexpr i64 inner_state_layer_pages = 1;
-constexpr i64 vector_state_layer_pages = pw::vector_width(atom_state_layer_pages);
+PW_CONSTANT(i64, atom_state_layer_pages, itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot);
+PW_CONSTANT(i64, runs_state_layer_pages, 1);
+PW_CONSTANT(i64, inner_state_layer_pages, 1);
+PW_CONSTANT(i64, vector_state_layer_pages, pw::vector_width(atom_state_layer_pages));
 PW_FN Run run_state_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_state + layer] + device_page * device_state_page,
@@ -79,28 +79,28 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_state_base = 0;
-constexpr i64 host_state_dim = itemsize_state;
-constexpr i64 host_state_window = itemsize_state * extent_state_dim;
-constexpr i64 host_state_kind = host_state_window * extent_state_window;
-constexpr i64 host_state_slot = host_state_kind * extent_state_kind;
-constexpr i64 host_state_layer = host_state_slot * extent_state_slot;
-constexpr i64 host_state_page = host_state_layer * layers;
+PW_CONSTANT(i64, host_state_base, 0);
+PW_CONSTANT(i64, host_state_dim, itemsize_state);
+PW_CONSTANT(i64, host_state_window, itemsize_state * extent_state_dim);
+PW_CONSTANT(i64, host_state_kind, host_state_window * extent_state_window);
+PW_CONSTANT(i64, host_state_slot, host_state_kind * extent_state_kind);
+PW_CONSTANT(i64, host_state_layer, host_state_slot * extent_state_slot);
+PW_CONSTANT(i64, host_state_page, host_state_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_state_page * pages; }
-constexpr i64 page_bytes = host_state_page;
+PW_CONSTANT(i64, page_bytes, host_state_page);
 
 // state: host [page, layer, slot, kind, window, dim], device [layer] [page, slot, kind, window, dim]
-constexpr i64 table_state = 0;
-constexpr i64 device_state_dim = itemsize_state;
-constexpr i64 device_state_window = itemsize_state * extent_state_dim;
-constexpr i64 device_state_kind = device_state_window * extent_state_window;
-constexpr i64 device_state_slot = device_state_kind * extent_state_kind;
-constexpr i64 device_state_page = device_state_slot * extent_state_slot;
+PW_CONSTANT(i64, table_state, 0);
+PW_CONSTANT(i64, device_state_dim, itemsize_state);
+PW_CONSTANT(i64, device_state_window, itemsize_state * extent_state_dim);
+PW_CONSTANT(i64, device_state_kind, device_state_window * extent_state_window);
+PW_CONSTANT(i64, device_state_slot, device_state_kind * extent_state_kind);
+PW_CONSTANT(i64, device_state_page, device_state_slot * extent_state_slot);
 
 // state, one page an id: layer runs of slot x kind x window x dim
-constexpr i64 atom_state_pages = itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot;
-constexpr i64 runs_state_pages = layers;
-constexpr i64 vector_state_pages = pw::vector_width(atom_state_pages);
+PW_CONSTANT(i64, atom_state_pages, itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot);
+PW_CONSTANT(i64, runs_state_pages, layers);
+PW_CONSTANT(i64, vector_state_pages, pw::vector_width(atom_state_pages));
 PW_FN Run run_state_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -109,10 +109,10 @@ PW_FN Run run_state_pages(const View& view, u32 host_id, u32 device_id, u32 run)
 }
 
 // state, one layer, one page an id: 1 runs of slot x kind x window x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_state_layer_pages = itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot;
-constexpr i64 runs_state_layer_pages = 1;
-constexpr i64 inner_state_layer_pages = 1;
-constexpr i64 vector_state_layer_pages = pw::vector_width(atom_state_layer_pages);
+PW_CONSTANT(i64, atom_state_layer_pages, itemsize_state * extent_state_dim * extent_state_window * extent_state_kind * extent_state_slot);
+PW_CONSTANT(i64, runs_state_layer_pages, 1);
+PW_CONSTANT(i64, inner_state_layer_pages, 1);
+PW_CONSTANT(i64, vector_state_layer_pages, pw::vector_width(atom_state_layer_pages));
 PW_FN Run run_state_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_state + layer] + device_page * device_state_page,

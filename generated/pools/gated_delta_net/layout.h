@@ -5,21 +5,21 @@
 namespace gated_delta_net {
 
 // Given at compile time.
-constexpr i64 k_heads = PW_k_heads;
-constexpr i64 v_heads = PW_v_heads;
-constexpr i64 k_head_dim = PW_k_head_dim;
-constexpr i64 v_head_dim = PW_v_head_dim;
-constexpr i64 kernel = PW_kernel;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_ssm = PW_itemsize_ssm;
-constexpr i64 itemsize_conv = PW_itemsize_conv;
+PW_CONSTANT(i64, k_heads, PW_k_heads);
+PW_CONSTANT(i64, v_heads, PW_v_heads);
+PW_CONSTANT(i64, k_head_dim, PW_k_head_dim);
+PW_CONSTANT(i64, v_head_dim, PW_v_head_dim);
+PW_CONSTANT(i64, kernel, PW_kernel);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_ssm, PW_itemsize_ssm);
+PW_CONSTANT(i64, itemsize_conv, PW_itemsize_conv);
 
-constexpr i64 extent_temporal_head = v_heads;
-constexpr i64 extent_temporal_k = k_head_dim;
-constexpr i64 extent_temporal_v = v_head_dim;
-constexpr i64 extent_conv_channel = 2 * k_heads * k_head_dim + v_heads * v_head_dim;
-constexpr i64 extent_conv_tap = kernel - 1;
+PW_CONSTANT(i64, extent_temporal_head, v_heads);
+PW_CONSTANT(i64, extent_temporal_k, k_head_dim);
+PW_CONSTANT(i64, extent_temporal_v, v_head_dim);
+PW_CONSTANT(i64, extent_conv_channel, 2 * k_heads * k_head_dim + v_heads * v_head_dim);
+PW_CONSTANT(i64, extent_conv_tap, kernel - 1);
 
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
@@ -35,30 +35,30 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_v = itemsize_ssm;
-constexpr i64 host_temporal_k = itemsize_ssm * extent_temporal_v;
-constexpr i64 host_temporal_head = host_temporal_k * extent_temporal_k;
-constexpr i64 host_temporal_layer = host_temporal_head * extent_temporal_head;
-constexpr i64 host_temporal_page = host_temporal_layer * layers;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_v, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_k, itemsize_ssm * extent_temporal_v);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_k * extent_temporal_k);
+PW_CONSTANT(i64, host_temporal_layer, host_temporal_head * extent_temporal_head);
+PW_CONSTANT(i64, host_temporal_page, host_temporal_layer * layers);
 PW_CONSTEXPR i64 host_conv_base(i64 pages) { return pw::align_up(host_temporal_page * pages, itemsize_conv); }
-constexpr i64 host_conv_tap = itemsize_conv;
-constexpr i64 host_conv_channel = itemsize_conv * extent_conv_tap;
-constexpr i64 host_conv_layer = host_conv_channel * extent_conv_channel;
-constexpr i64 host_conv_page = host_conv_layer * layers;
+PW_CONSTANT(i64, host_conv_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_channel, itemsize_conv * extent_conv_tap);
+PW_CONSTANT(i64, host_conv_layer, host_conv_channel * extent_conv_channel);
+PW_CONSTANT(i64, host_conv_page, host_conv_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_conv_base(pages) + host_conv_page * pages, pw::most(itemsize_ssm, itemsize_conv)); }
-constexpr i64 page_bytes = host_temporal_page + host_conv_page;
+PW_CONSTANT(i64, page_bytes, host_temporal_page + host_conv_page);
 
 // temporal: host [page, layer, head, k, v], device [layer, page, head, k, v]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_v = itemsize_ssm;
-constexpr i64 device_temporal_k = itemsize_ssm * extent_temporal_v;
-constexpr i64 device_temporal_head = device_temporal_k * extent_temporal_k;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_v, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_k, itemsize_ssm * extent_temporal_v);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_k * extent_temporal_k);
 
 // temporal, one page an id: layer runs of head x k x v
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(atom_temporal_pages));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -67,10 +67,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x k x v; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(atom_temporal_layer_pages));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -78,14 +78,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv = 1;
-constexpr i64 device_conv_tap = itemsize_conv;
-constexpr i64 device_conv_channel = itemsize_conv * extent_conv_tap;
+PW_CONSTANT(i64, table_conv, 1);
+PW_CONSTANT(i64, device_conv_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_channel, itemsize_conv * extent_conv_tap);
 
 // conv, one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
-constexpr i64 runs_conv_pages = layers;
-constexpr i64 vector_conv_pages = pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_pages, itemsize_conv * extent_conv_tap * extent_conv_channel);
+PW_CONSTANT(i64, runs_conv_pages, layers);
+PW_CONSTANT(i64, vector_conv_pages, pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page, itemsize_conv))));
 PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -94,10 +94,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // conv, one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
-constexpr i64 runs_conv_layer_pages = 1;
-constexpr i64 inner_conv_layer_pages = 1;
-constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_layer_pages, itemsize_conv * extent_conv_tap * extent_conv_channel);
+PW_CONSTANT(i64, runs_conv_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_layer_pages, pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page, itemsize_conv))));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv] + layer * view.stride_conv_layer + device_page * view.stride_conv_page,
@@ -120,30 +120,30 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_v = itemsize_ssm;
-constexpr i64 host_temporal_k = itemsize_ssm * extent_temporal_v;
-constexpr i64 host_temporal_head = host_temporal_k * extent_temporal_k;
-constexpr i64 host_temporal_layer = host_temporal_head * extent_temporal_head;
-constexpr i64 host_conv_base = pw::align_up(host_temporal_layer * layers, itemsize_conv);
-constexpr i64 host_conv_tap = itemsize_conv;
-constexpr i64 host_conv_channel = itemsize_conv * extent_conv_tap;
-constexpr i64 host_conv_layer = host_conv_channel * extent_conv_channel;
-constexpr i64 host_temporal_page = pw::align_up(host_conv_base + host_conv_layer * layers, pw::most(itemsize_ssm, itemsize_conv));
-constexpr i64 host_conv_page = host_temporal_page;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_v, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_k, itemsize_ssm * extent_temporal_v);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_k * extent_temporal_k);
+PW_CONSTANT(i64, host_temporal_layer, host_temporal_head * extent_temporal_head);
+PW_CONSTANT(i64, host_conv_base, pw::align_up(host_temporal_layer * layers, itemsize_conv));
+PW_CONSTANT(i64, host_conv_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_channel, itemsize_conv * extent_conv_tap);
+PW_CONSTANT(i64, host_conv_layer, host_conv_channel * extent_conv_channel);
+PW_CONSTANT(i64, host_temporal_page, pw::align_up(host_conv_base + host_conv_layer * layers, pw::most(itemsize_ssm, itemsize_conv)));
+PW_CONSTANT(i64, host_conv_page, host_temporal_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_temporal_page * pages; }
-constexpr i64 page_bytes = host_temporal_page;
+PW_CONSTANT(i64, page_bytes, host_temporal_page);
 
 // temporal: host [page, layer, head, k, v], device [layer, page, head, k, v]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_v = itemsize_ssm;
-constexpr i64 device_temporal_k = itemsize_ssm * extent_temporal_v;
-constexpr i64 device_temporal_head = device_temporal_k * extent_temporal_k;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_v, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_k, itemsize_ssm * extent_temporal_v);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_k * extent_temporal_k);
 
 // temporal, one page an id: layer runs of head x k x v
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(pw::gcd(atom_temporal_pages, host_temporal_page));
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(pw::gcd(atom_temporal_pages, host_temporal_page)));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -152,10 +152,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x k x v; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page));
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page)));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -163,14 +163,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv = 1;
-constexpr i64 device_conv_tap = itemsize_conv;
-constexpr i64 device_conv_channel = itemsize_conv * extent_conv_tap;
+PW_CONSTANT(i64, table_conv, 1);
+PW_CONSTANT(i64, device_conv_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_channel, itemsize_conv * extent_conv_tap);
 
 // conv, one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
-constexpr i64 runs_conv_pages = layers;
-constexpr i64 vector_conv_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_pages, host_temporal_page), host_conv_base));
+PW_CONSTANT(i64, atom_conv_pages, itemsize_conv * extent_conv_tap * extent_conv_channel);
+PW_CONSTANT(i64, runs_conv_pages, layers);
+PW_CONSTANT(i64, vector_conv_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_pages, host_temporal_page), host_conv_base)));
 PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -179,10 +179,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // conv, one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
-constexpr i64 runs_conv_layer_pages = 1;
-constexpr i64 inner_conv_layer_pages = 1;
-constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_layer_pages, host_temporal_page), host_conv_base));
+PW_CONSTANT(i64, atom_conv_layer_pages, itemsize_conv * extent_conv_tap * extent_conv_channel);
+PW_CONSTANT(i64, runs_conv_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_layer_pages, host_temporal_page), host_conv_base)));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv] + layer * view.stride_conv_layer + device_page * view.stride_conv_page,
@@ -205,30 +205,30 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_v = itemsize_ssm;
-constexpr i64 host_temporal_k = itemsize_ssm * extent_temporal_v;
-constexpr i64 host_temporal_head = host_temporal_k * extent_temporal_k;
-constexpr i64 host_temporal_page = host_temporal_head * extent_temporal_head;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_v, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_k, itemsize_ssm * extent_temporal_v);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_k * extent_temporal_k);
+PW_CONSTANT(i64, host_temporal_page, host_temporal_head * extent_temporal_head);
 PW_CONSTEXPR i64 host_temporal_layer(i64 pages) { return host_temporal_page * pages; }
 PW_CONSTEXPR i64 host_conv_base(i64 pages) { return pw::align_up(host_temporal_layer(pages) * layers, itemsize_conv); }
-constexpr i64 host_conv_tap = itemsize_conv;
-constexpr i64 host_conv_channel = itemsize_conv * extent_conv_tap;
-constexpr i64 host_conv_page = host_conv_channel * extent_conv_channel;
+PW_CONSTANT(i64, host_conv_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_channel, itemsize_conv * extent_conv_tap);
+PW_CONSTANT(i64, host_conv_page, host_conv_channel * extent_conv_channel);
 PW_CONSTEXPR i64 host_conv_layer(i64 pages) { return host_conv_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_conv_base(pages) + host_conv_layer(pages) * layers, pw::most(itemsize_ssm, itemsize_conv)); }
-constexpr i64 page_bytes = host_temporal_page * layers + host_conv_page * layers;
+PW_CONSTANT(i64, page_bytes, host_temporal_page * layers + host_conv_page * layers);
 
 // temporal: host [layer, page, head, k, v], device [layer, page, head, k, v]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_v = itemsize_ssm;
-constexpr i64 device_temporal_k = itemsize_ssm * extent_temporal_v;
-constexpr i64 device_temporal_head = device_temporal_k * extent_temporal_k;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_v, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_k, itemsize_ssm * extent_temporal_v);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_k * extent_temporal_k);
 
 // temporal, one page an id: layer runs of head x k x v
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(atom_temporal_pages));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -237,10 +237,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x k x v; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_v * extent_temporal_k * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(atom_temporal_layer_pages));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -248,14 +248,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv = 1;
-constexpr i64 device_conv_tap = itemsize_conv;
-constexpr i64 device_conv_channel = itemsize_conv * extent_conv_tap;
+PW_CONSTANT(i64, table_conv, 1);
+PW_CONSTANT(i64, device_conv_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_channel, itemsize_conv * extent_conv_tap);
 
 // conv, one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
-constexpr i64 runs_conv_pages = layers;
-constexpr i64 vector_conv_pages = pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page * layers, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_pages, itemsize_conv * extent_conv_tap * extent_conv_channel);
+PW_CONSTANT(i64, runs_conv_pages, layers);
+PW_CONSTANT(i64, vector_conv_pages, pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page * layers, itemsize_conv))));
 PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -264,10 +264,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // conv, one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_tap * extent_conv_channel;
-constexpr i64 runs_conv_layer_pages = 1;
-constexpr i64 inner_conv_layer_pages = 1;
-constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page * layers, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_layer_pages, itemsize_conv * extent_conv_tap * extent_conv_channel);
+PW_CONSTANT(i64, runs_conv_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_layer_pages, pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page * layers, itemsize_conv))));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv] + layer * view.stride_conv_layer + device_page * view.stride_conv_page,

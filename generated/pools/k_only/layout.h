@@ -5,14 +5,14 @@
 namespace k_only {
 
 // Given at compile time.
-constexpr i64 heads = PW_heads;
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_kv = PW_itemsize_kv;
+PW_CONSTANT(i64, heads, PW_heads);
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_kv, PW_itemsize_kv);
 
-constexpr i64 extent_k_head = heads;
-constexpr i64 extent_k_dim = head_dim;
+PW_CONSTANT(i64, extent_k_head, heads);
+PW_CONSTANT(i64, extent_k_dim, head_dim);
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -24,26 +24,26 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_head * extent_k_head;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_head * extent_k_head);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_k_layer(i64 pages) { return host_k_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_layer(pages) * layers; }
-constexpr i64 page_bytes = host_k_page * layers;
+PW_CONSTANT(i64, page_bytes, host_k_page * layers);
 
 // k: host [layer, page, token, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_token = device_k_head * extent_k_head;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_token, device_k_head * extent_k_head);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: layer runs of token x head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head * page_size);
+PW_CONSTANT(i64, runs_k_pages, layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -52,9 +52,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -64,10 +64,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head * page_size);
+PW_CONSTANT(i64, runs_k_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
@@ -75,10 +75,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -98,26 +98,26 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_layer = host_k_head * extent_k_head;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_layer, host_k_head * extent_k_head);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_page;
+PW_CONSTANT(i64, page_bytes, host_k_page);
 
 // k: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_token = device_k_head * extent_k_head;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_token, device_k_head * extent_k_head);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: token x layer runs of head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -128,9 +128,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -140,10 +140,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -152,10 +152,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -175,26 +175,26 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_head * extent_k_head;
-constexpr i64 host_k_layer = host_k_token * page_size;
-constexpr i64 host_k_page = host_k_layer * layers;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_head * extent_k_head);
+PW_CONSTANT(i64, host_k_layer, host_k_token * page_size);
+PW_CONSTANT(i64, host_k_page, host_k_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_page;
+PW_CONSTANT(i64, page_bytes, host_k_page);
 
 // k: host [page, layer, token, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_token = device_k_head * extent_k_head;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_token, device_k_head * extent_k_head);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: layer runs of token x head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head * page_size);
+PW_CONSTANT(i64, runs_k_pages, layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -203,9 +203,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -215,10 +215,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head * page_size);
+PW_CONSTANT(i64, runs_k_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
@@ -226,10 +226,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);

@@ -5,23 +5,23 @@
 namespace kda_state {
 
 // Given at compile time.
-constexpr i64 heads = PW_heads;
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 kernel = PW_kernel;
-constexpr i64 ngram = PW_ngram;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_ssm = PW_itemsize_ssm;
-constexpr i64 itemsize_conv = PW_itemsize_conv;
+PW_CONSTANT(i64, heads, PW_heads);
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, kernel, PW_kernel);
+PW_CONSTANT(i64, ngram, PW_ngram);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_ssm, PW_itemsize_ssm);
+PW_CONSTANT(i64, itemsize_conv, PW_itemsize_conv);
 
-constexpr i64 present_ngram = ngram > 0 ? 1 : 0;
-constexpr i64 extent_temporal_head = heads;
-constexpr i64 extent_temporal_v = head_dim;
-constexpr i64 extent_temporal_k = head_dim;
-constexpr i64 extent_conv_tap = kernel - 1;
-constexpr i64 extent_conv_channel = 3 * heads * head_dim;
-constexpr i64 extent_ngram_position = ngram;
-constexpr i64 align_ngram = 1 + 7 * (pw::least(extent_ngram_position, 1) * present_ngram);
+PW_CONSTANT(i64, present_ngram, ngram > 0 ? 1 : 0);
+PW_CONSTANT(i64, extent_temporal_head, heads);
+PW_CONSTANT(i64, extent_temporal_v, head_dim);
+PW_CONSTANT(i64, extent_temporal_k, head_dim);
+PW_CONSTANT(i64, extent_conv_tap, kernel - 1);
+PW_CONSTANT(i64, extent_conv_channel, 3 * heads * head_dim);
+PW_CONSTANT(i64, extent_ngram_position, ngram);
+PW_CONSTANT(i64, align_ngram, 1 + 7 * (pw::least(extent_ngram_position, 1) * present_ngram));
 
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
@@ -38,33 +38,33 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_k = itemsize_ssm;
-constexpr i64 host_temporal_v = itemsize_ssm * extent_temporal_k;
-constexpr i64 host_temporal_head = host_temporal_v * extent_temporal_v;
-constexpr i64 host_temporal_layer = host_temporal_head * extent_temporal_head;
-constexpr i64 host_temporal_page = host_temporal_layer * layers;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_k, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_v, itemsize_ssm * extent_temporal_k);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_v * extent_temporal_v);
+PW_CONSTANT(i64, host_temporal_layer, host_temporal_head * extent_temporal_head);
+PW_CONSTANT(i64, host_temporal_page, host_temporal_layer * layers);
 PW_CONSTEXPR i64 host_conv_base(i64 pages) { return pw::align_up(host_temporal_page * pages, itemsize_conv); }
-constexpr i64 host_conv_channel = itemsize_conv;
-constexpr i64 host_conv_tap = itemsize_conv * extent_conv_channel;
-constexpr i64 host_conv_layer = host_conv_tap * extent_conv_tap;
-constexpr i64 host_conv_page = host_conv_layer * layers;
+PW_CONSTANT(i64, host_conv_channel, itemsize_conv);
+PW_CONSTANT(i64, host_conv_tap, itemsize_conv * extent_conv_channel);
+PW_CONSTANT(i64, host_conv_layer, host_conv_tap * extent_conv_tap);
+PW_CONSTANT(i64, host_conv_page, host_conv_layer * layers);
 PW_CONSTEXPR i64 host_ngram_base(i64 pages) { return pw::align_up(host_conv_base(pages) + host_conv_page * pages, align_ngram); }
-constexpr i64 host_ngram_position = 8;
-constexpr i64 host_ngram_page = 8 * extent_ngram_position;
+PW_CONSTANT(i64, host_ngram_position, 8);
+PW_CONSTANT(i64, host_ngram_page, 8 * extent_ngram_position);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_ngram_base(pages) + host_ngram_page * pages * present_ngram, pw::most(pw::most(itemsize_ssm, itemsize_conv), align_ngram)); }
-constexpr i64 page_bytes = host_temporal_page + host_conv_page + host_ngram_page * present_ngram;
+PW_CONSTANT(i64, page_bytes, host_temporal_page + host_conv_page + host_ngram_page * present_ngram);
 
 // temporal: host [page, layer, head, v, k], device [layer, page, head, v, k]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_k = itemsize_ssm;
-constexpr i64 device_temporal_v = itemsize_ssm * extent_temporal_k;
-constexpr i64 device_temporal_head = device_temporal_v * extent_temporal_v;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_k, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_v, itemsize_ssm * extent_temporal_k);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_v * extent_temporal_v);
 
 // temporal, one page an id: layer runs of head x v x k
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(atom_temporal_pages));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -73,10 +73,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x v x k; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(atom_temporal_layer_pages));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -84,14 +84,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv: host [page, layer, tap, channel], device [layer, page, tap, channel]
-constexpr i64 table_conv = 1;
-constexpr i64 device_conv_channel = itemsize_conv;
-constexpr i64 device_conv_tap = itemsize_conv * extent_conv_channel;
+PW_CONSTANT(i64, table_conv, 1);
+PW_CONSTANT(i64, device_conv_channel, itemsize_conv);
+PW_CONSTANT(i64, device_conv_tap, itemsize_conv * extent_conv_channel);
 
 // conv, one page an id: layer runs of tap x channel
-constexpr i64 atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap;
-constexpr i64 runs_conv_pages = layers;
-constexpr i64 vector_conv_pages = pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_pages, itemsize_conv * extent_conv_channel * extent_conv_tap);
+PW_CONSTANT(i64, runs_conv_pages, layers);
+PW_CONSTANT(i64, vector_conv_pages, pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page, itemsize_conv))));
 PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -100,10 +100,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // conv, one layer, one page an id: 1 runs of tap x channel; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_channel * extent_conv_tap;
-constexpr i64 runs_conv_layer_pages = 1;
-constexpr i64 inner_conv_layer_pages = 1;
-constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_layer_pages, itemsize_conv * extent_conv_channel * extent_conv_tap);
+PW_CONSTANT(i64, runs_conv_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_layer_pages, pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page, itemsize_conv))));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv] + layer * view.stride_conv_layer + device_page * view.stride_conv_page,
@@ -111,13 +111,13 @@ PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32
 }
 
 // ngram: host [page, position], device [page, position]
-constexpr i64 table_ngram = 2;
-constexpr i64 device_ngram_position = 8;
+PW_CONSTANT(i64, table_ngram, 2);
+PW_CONSTANT(i64, device_ngram_position, 8);
 
 // ngram, one page an id: 1 runs of position
-constexpr i64 atom_ngram_pages = 8 * extent_ngram_position;
-constexpr i64 runs_ngram_pages = present_ngram;
-constexpr i64 vector_ngram_pages = pw::vector_width(pw::gcd(atom_ngram_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, itemsize_conv), host_conv_page), align_ngram)));
+PW_CONSTANT(i64, atom_ngram_pages, 8 * extent_ngram_position);
+PW_CONSTANT(i64, runs_ngram_pages, present_ngram);
+PW_CONSTANT(i64, vector_ngram_pages, pw::vector_width(pw::gcd(atom_ngram_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, itemsize_conv), host_conv_page), align_ngram))));
 PW_FN Run run_ngram_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_ngram] + device_page * view.stride_ngram_page,
@@ -141,33 +141,33 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_k = itemsize_ssm;
-constexpr i64 host_temporal_v = itemsize_ssm * extent_temporal_k;
-constexpr i64 host_temporal_head = host_temporal_v * extent_temporal_v;
-constexpr i64 host_temporal_layer = host_temporal_head * extent_temporal_head;
-constexpr i64 host_conv_base = pw::align_up(host_temporal_layer * layers, itemsize_conv);
-constexpr i64 host_conv_channel = itemsize_conv;
-constexpr i64 host_conv_tap = itemsize_conv * extent_conv_channel;
-constexpr i64 host_conv_layer = host_conv_tap * extent_conv_tap;
-constexpr i64 host_ngram_base = pw::align_up(host_conv_base + host_conv_layer * layers, align_ngram);
-constexpr i64 host_ngram_position = 8;
-constexpr i64 host_temporal_page = pw::align_up(host_ngram_base + 8 * extent_ngram_position * present_ngram, pw::most(pw::most(itemsize_ssm, itemsize_conv), align_ngram));
-constexpr i64 host_conv_page = host_temporal_page;
-constexpr i64 host_ngram_page = host_temporal_page;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_k, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_v, itemsize_ssm * extent_temporal_k);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_v * extent_temporal_v);
+PW_CONSTANT(i64, host_temporal_layer, host_temporal_head * extent_temporal_head);
+PW_CONSTANT(i64, host_conv_base, pw::align_up(host_temporal_layer * layers, itemsize_conv));
+PW_CONSTANT(i64, host_conv_channel, itemsize_conv);
+PW_CONSTANT(i64, host_conv_tap, itemsize_conv * extent_conv_channel);
+PW_CONSTANT(i64, host_conv_layer, host_conv_tap * extent_conv_tap);
+PW_CONSTANT(i64, host_ngram_base, pw::align_up(host_conv_base + host_conv_layer * layers, align_ngram));
+PW_CONSTANT(i64, host_ngram_position, 8);
+PW_CONSTANT(i64, host_temporal_page, pw::align_up(host_ngram_base + 8 * extent_ngram_position * present_ngram, pw::most(pw::most(itemsize_ssm, itemsize_conv), align_ngram)));
+PW_CONSTANT(i64, host_conv_page, host_temporal_page);
+PW_CONSTANT(i64, host_ngram_page, host_temporal_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_temporal_page * pages; }
-constexpr i64 page_bytes = host_temporal_page;
+PW_CONSTANT(i64, page_bytes, host_temporal_page);
 
 // temporal: host [page, layer, head, v, k], device [layer, page, head, v, k]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_k = itemsize_ssm;
-constexpr i64 device_temporal_v = itemsize_ssm * extent_temporal_k;
-constexpr i64 device_temporal_head = device_temporal_v * extent_temporal_v;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_k, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_v, itemsize_ssm * extent_temporal_k);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_v * extent_temporal_v);
 
 // temporal, one page an id: layer runs of head x v x k
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(pw::gcd(atom_temporal_pages, host_temporal_page));
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(pw::gcd(atom_temporal_pages, host_temporal_page)));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -176,10 +176,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x v x k; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page));
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page)));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -187,14 +187,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv: host [page, layer, tap, channel], device [layer, page, tap, channel]
-constexpr i64 table_conv = 1;
-constexpr i64 device_conv_channel = itemsize_conv;
-constexpr i64 device_conv_tap = itemsize_conv * extent_conv_channel;
+PW_CONSTANT(i64, table_conv, 1);
+PW_CONSTANT(i64, device_conv_channel, itemsize_conv);
+PW_CONSTANT(i64, device_conv_tap, itemsize_conv * extent_conv_channel);
 
 // conv, one page an id: layer runs of tap x channel
-constexpr i64 atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap;
-constexpr i64 runs_conv_pages = layers;
-constexpr i64 vector_conv_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_pages, host_temporal_page), host_conv_base));
+PW_CONSTANT(i64, atom_conv_pages, itemsize_conv * extent_conv_channel * extent_conv_tap);
+PW_CONSTANT(i64, runs_conv_pages, layers);
+PW_CONSTANT(i64, vector_conv_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_pages, host_temporal_page), host_conv_base)));
 PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -203,10 +203,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // conv, one layer, one page an id: 1 runs of tap x channel; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_channel * extent_conv_tap;
-constexpr i64 runs_conv_layer_pages = 1;
-constexpr i64 inner_conv_layer_pages = 1;
-constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_layer_pages, host_temporal_page), host_conv_base));
+PW_CONSTANT(i64, atom_conv_layer_pages, itemsize_conv * extent_conv_channel * extent_conv_tap);
+PW_CONSTANT(i64, runs_conv_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_layer_pages, host_temporal_page), host_conv_base)));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv] + layer * view.stride_conv_layer + device_page * view.stride_conv_page,
@@ -214,13 +214,13 @@ PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32
 }
 
 // ngram: host [page, position], device [page, position]
-constexpr i64 table_ngram = 2;
-constexpr i64 device_ngram_position = 8;
+PW_CONSTANT(i64, table_ngram, 2);
+PW_CONSTANT(i64, device_ngram_position, 8);
 
 // ngram, one page an id: 1 runs of position
-constexpr i64 atom_ngram_pages = 8 * extent_ngram_position;
-constexpr i64 runs_ngram_pages = present_ngram;
-constexpr i64 vector_ngram_pages = pw::vector_width(pw::gcd(pw::gcd(atom_ngram_pages, host_temporal_page), host_ngram_base));
+PW_CONSTANT(i64, atom_ngram_pages, 8 * extent_ngram_position);
+PW_CONSTANT(i64, runs_ngram_pages, present_ngram);
+PW_CONSTANT(i64, vector_ngram_pages, pw::vector_width(pw::gcd(pw::gcd(atom_ngram_pages, host_temporal_page), host_ngram_base)));
 PW_FN Run run_ngram_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_ngram] + device_page * view.stride_ngram_page,
@@ -244,33 +244,33 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_k = itemsize_ssm;
-constexpr i64 host_temporal_v = itemsize_ssm * extent_temporal_k;
-constexpr i64 host_temporal_head = host_temporal_v * extent_temporal_v;
-constexpr i64 host_temporal_page = host_temporal_head * extent_temporal_head;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_k, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_v, itemsize_ssm * extent_temporal_k);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_v * extent_temporal_v);
+PW_CONSTANT(i64, host_temporal_page, host_temporal_head * extent_temporal_head);
 PW_CONSTEXPR i64 host_temporal_layer(i64 pages) { return host_temporal_page * pages; }
 PW_CONSTEXPR i64 host_conv_base(i64 pages) { return pw::align_up(host_temporal_layer(pages) * layers, itemsize_conv); }
-constexpr i64 host_conv_channel = itemsize_conv;
-constexpr i64 host_conv_tap = itemsize_conv * extent_conv_channel;
-constexpr i64 host_conv_page = host_conv_tap * extent_conv_tap;
+PW_CONSTANT(i64, host_conv_channel, itemsize_conv);
+PW_CONSTANT(i64, host_conv_tap, itemsize_conv * extent_conv_channel);
+PW_CONSTANT(i64, host_conv_page, host_conv_tap * extent_conv_tap);
 PW_CONSTEXPR i64 host_conv_layer(i64 pages) { return host_conv_page * pages; }
 PW_CONSTEXPR i64 host_ngram_base(i64 pages) { return pw::align_up(host_conv_base(pages) + host_conv_layer(pages) * layers, align_ngram); }
-constexpr i64 host_ngram_position = 8;
-constexpr i64 host_ngram_page = 8 * extent_ngram_position;
+PW_CONSTANT(i64, host_ngram_position, 8);
+PW_CONSTANT(i64, host_ngram_page, 8 * extent_ngram_position);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_ngram_base(pages) + host_ngram_page * pages * present_ngram, pw::most(pw::most(itemsize_ssm, itemsize_conv), align_ngram)); }
-constexpr i64 page_bytes = host_temporal_page * layers + host_conv_page * layers + host_ngram_page * present_ngram;
+PW_CONSTANT(i64, page_bytes, host_temporal_page * layers + host_conv_page * layers + host_ngram_page * present_ngram);
 
 // temporal: host [layer, page, head, v, k], device [layer, page, head, v, k]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_k = itemsize_ssm;
-constexpr i64 device_temporal_v = itemsize_ssm * extent_temporal_k;
-constexpr i64 device_temporal_head = device_temporal_v * extent_temporal_v;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_k, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_v, itemsize_ssm * extent_temporal_k);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_v * extent_temporal_v);
 
 // temporal, one page an id: layer runs of head x v x k
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(atom_temporal_pages));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -279,10 +279,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x v x k; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_k * extent_temporal_v * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(atom_temporal_layer_pages));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -290,14 +290,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv: host [layer, page, tap, channel], device [layer, page, tap, channel]
-constexpr i64 table_conv = 1;
-constexpr i64 device_conv_channel = itemsize_conv;
-constexpr i64 device_conv_tap = itemsize_conv * extent_conv_channel;
+PW_CONSTANT(i64, table_conv, 1);
+PW_CONSTANT(i64, device_conv_channel, itemsize_conv);
+PW_CONSTANT(i64, device_conv_tap, itemsize_conv * extent_conv_channel);
 
 // conv, one page an id: layer runs of tap x channel
-constexpr i64 atom_conv_pages = itemsize_conv * extent_conv_channel * extent_conv_tap;
-constexpr i64 runs_conv_pages = layers;
-constexpr i64 vector_conv_pages = pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page * layers, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_pages, itemsize_conv * extent_conv_channel * extent_conv_tap);
+PW_CONSTANT(i64, runs_conv_pages, layers);
+PW_CONSTANT(i64, vector_conv_pages, pw::vector_width(pw::gcd(atom_conv_pages, pw::gcd(host_temporal_page * layers, itemsize_conv))));
 PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -306,10 +306,10 @@ PW_FN Run run_conv_pages(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // conv, one layer, one page an id: 1 runs of tap x channel; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_layer_pages = itemsize_conv * extent_conv_channel * extent_conv_tap;
-constexpr i64 runs_conv_layer_pages = 1;
-constexpr i64 inner_conv_layer_pages = 1;
-constexpr i64 vector_conv_layer_pages = pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page * layers, itemsize_conv)));
+PW_CONSTANT(i64, atom_conv_layer_pages, itemsize_conv * extent_conv_channel * extent_conv_tap);
+PW_CONSTANT(i64, runs_conv_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_layer_pages, pw::vector_width(pw::gcd(atom_conv_layer_pages, pw::gcd(host_temporal_page * layers, itemsize_conv))));
 PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv] + layer * view.stride_conv_layer + device_page * view.stride_conv_page,
@@ -317,13 +317,13 @@ PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32
 }
 
 // ngram: host [page, position], device [page, position]
-constexpr i64 table_ngram = 2;
-constexpr i64 device_ngram_position = 8;
+PW_CONSTANT(i64, table_ngram, 2);
+PW_CONSTANT(i64, device_ngram_position, 8);
 
 // ngram, one page an id: 1 runs of position
-constexpr i64 atom_ngram_pages = 8 * extent_ngram_position;
-constexpr i64 runs_ngram_pages = present_ngram;
-constexpr i64 vector_ngram_pages = pw::vector_width(pw::gcd(atom_ngram_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, itemsize_conv), host_conv_page * layers), align_ngram)));
+PW_CONSTANT(i64, atom_ngram_pages, 8 * extent_ngram_position);
+PW_CONSTANT(i64, runs_ngram_pages, present_ngram);
+PW_CONSTANT(i64, vector_ngram_pages, pw::vector_width(pw::gcd(atom_ngram_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, itemsize_conv), host_conv_page * layers), align_ngram))));
 PW_FN Run run_ngram_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_ngram] + device_page * view.stride_ngram_page,

@@ -5,38 +5,38 @@
 namespace mamba {
 
 // Given at compile time.
-constexpr i64 heads = PW_heads;
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 state_size = PW_state_size;
-constexpr i64 conv_dim_0 = PW_conv_dim_0;
-constexpr i64 conv_dim_1 = PW_conv_dim_1;
-constexpr i64 conv_dim_2 = PW_conv_dim_2;
-constexpr i64 kernel = PW_kernel;
-constexpr i64 side_size_0 = PW_side_size_0;
-constexpr i64 side_size_1 = PW_side_size_1;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_ssm = PW_itemsize_ssm;
-constexpr i64 itemsize_conv = PW_itemsize_conv;
-constexpr i64 itemsize_side = PW_itemsize_side;
+PW_CONSTANT(i64, heads, PW_heads);
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, state_size, PW_state_size);
+PW_CONSTANT(i64, conv_dim_0, PW_conv_dim_0);
+PW_CONSTANT(i64, conv_dim_1, PW_conv_dim_1);
+PW_CONSTANT(i64, conv_dim_2, PW_conv_dim_2);
+PW_CONSTANT(i64, kernel, PW_kernel);
+PW_CONSTANT(i64, side_size_0, PW_side_size_0);
+PW_CONSTANT(i64, side_size_1, PW_side_size_1);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_ssm, PW_itemsize_ssm);
+PW_CONSTANT(i64, itemsize_conv, PW_itemsize_conv);
+PW_CONSTANT(i64, itemsize_side, PW_itemsize_side);
 
-constexpr i64 extent_temporal_head = heads;
-constexpr i64 extent_temporal_dim = head_dim;
-constexpr i64 extent_temporal_state = state_size;
-constexpr i64 align_temporal = 1 + (itemsize_ssm - 1) * pw::least(extent_temporal_head * extent_temporal_dim * extent_temporal_state, 1);
-constexpr i64 extent_conv_0_channel = conv_dim_0;
-constexpr i64 extent_conv_0_tap = kernel - 1;
-constexpr i64 align_conv_0 = 1 + (itemsize_conv - 1) * pw::least(extent_conv_0_channel * extent_conv_0_tap, 1);
-constexpr i64 extent_conv_1_channel = conv_dim_1;
-constexpr i64 extent_conv_1_tap = kernel - 1;
-constexpr i64 align_conv_1 = 1 + (itemsize_conv - 1) * pw::least(extent_conv_1_channel * extent_conv_1_tap, 1);
-constexpr i64 extent_conv_2_channel = conv_dim_2;
-constexpr i64 extent_conv_2_tap = kernel - 1;
-constexpr i64 align_conv_2 = 1 + (itemsize_conv - 1) * pw::least(extent_conv_2_channel * extent_conv_2_tap, 1);
-constexpr i64 extent_side_0_item = side_size_0;
-constexpr i64 align_side_0 = 1 + (itemsize_side - 1) * pw::least(extent_side_0_item, 1);
-constexpr i64 extent_side_1_item = side_size_1;
-constexpr i64 align_side_1 = 1 + (itemsize_side - 1) * pw::least(extent_side_1_item, 1);
+PW_CONSTANT(i64, extent_temporal_head, heads);
+PW_CONSTANT(i64, extent_temporal_dim, head_dim);
+PW_CONSTANT(i64, extent_temporal_state, state_size);
+PW_CONSTANT(i64, align_temporal, 1 + (itemsize_ssm - 1) * pw::least(extent_temporal_head * extent_temporal_dim * extent_temporal_state, 1));
+PW_CONSTANT(i64, extent_conv_0_channel, conv_dim_0);
+PW_CONSTANT(i64, extent_conv_0_tap, kernel - 1);
+PW_CONSTANT(i64, align_conv_0, 1 + (itemsize_conv - 1) * pw::least(extent_conv_0_channel * extent_conv_0_tap, 1));
+PW_CONSTANT(i64, extent_conv_1_channel, conv_dim_1);
+PW_CONSTANT(i64, extent_conv_1_tap, kernel - 1);
+PW_CONSTANT(i64, align_conv_1, 1 + (itemsize_conv - 1) * pw::least(extent_conv_1_channel * extent_conv_1_tap, 1));
+PW_CONSTANT(i64, extent_conv_2_channel, conv_dim_2);
+PW_CONSTANT(i64, extent_conv_2_tap, kernel - 1);
+PW_CONSTANT(i64, align_conv_2, 1 + (itemsize_conv - 1) * pw::least(extent_conv_2_channel * extent_conv_2_tap, 1));
+PW_CONSTANT(i64, extent_side_0_item, side_size_0);
+PW_CONSTANT(i64, align_side_0, 1 + (itemsize_side - 1) * pw::least(extent_side_0_item, 1));
+PW_CONSTANT(i64, extent_side_1_item, side_size_1);
+PW_CONSTANT(i64, align_side_1, 1 + (itemsize_side - 1) * pw::least(extent_side_1_item, 1));
 
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
@@ -58,46 +58,46 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_state = itemsize_ssm;
-constexpr i64 host_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 host_temporal_head = host_temporal_dim * extent_temporal_dim;
-constexpr i64 host_temporal_layer = host_temporal_head * extent_temporal_head;
-constexpr i64 host_temporal_page = host_temporal_layer * layers;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_state, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_dim, itemsize_ssm * extent_temporal_state);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_dim * extent_temporal_dim);
+PW_CONSTANT(i64, host_temporal_layer, host_temporal_head * extent_temporal_head);
+PW_CONSTANT(i64, host_temporal_page, host_temporal_layer * layers);
 PW_CONSTEXPR i64 host_conv_0_base(i64 pages) { return pw::align_up(host_temporal_page * pages, align_conv_0); }
-constexpr i64 host_conv_0_tap = itemsize_conv;
-constexpr i64 host_conv_0_channel = itemsize_conv * extent_conv_0_tap;
-constexpr i64 host_conv_0_layer = host_conv_0_channel * extent_conv_0_channel;
-constexpr i64 host_conv_0_page = host_conv_0_layer * layers;
+PW_CONSTANT(i64, host_conv_0_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_0_channel, itemsize_conv * extent_conv_0_tap);
+PW_CONSTANT(i64, host_conv_0_layer, host_conv_0_channel * extent_conv_0_channel);
+PW_CONSTANT(i64, host_conv_0_page, host_conv_0_layer * layers);
 PW_CONSTEXPR i64 host_conv_1_base(i64 pages) { return pw::align_up(host_conv_0_base(pages) + host_conv_0_page * pages, align_conv_1); }
-constexpr i64 host_conv_1_tap = itemsize_conv;
-constexpr i64 host_conv_1_channel = itemsize_conv * extent_conv_1_tap;
-constexpr i64 host_conv_1_layer = host_conv_1_channel * extent_conv_1_channel;
-constexpr i64 host_conv_1_page = host_conv_1_layer * layers;
+PW_CONSTANT(i64, host_conv_1_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_1_channel, itemsize_conv * extent_conv_1_tap);
+PW_CONSTANT(i64, host_conv_1_layer, host_conv_1_channel * extent_conv_1_channel);
+PW_CONSTANT(i64, host_conv_1_page, host_conv_1_layer * layers);
 PW_CONSTEXPR i64 host_conv_2_base(i64 pages) { return pw::align_up(host_conv_1_base(pages) + host_conv_1_page * pages, align_conv_2); }
-constexpr i64 host_conv_2_tap = itemsize_conv;
-constexpr i64 host_conv_2_channel = itemsize_conv * extent_conv_2_tap;
-constexpr i64 host_conv_2_layer = host_conv_2_channel * extent_conv_2_channel;
-constexpr i64 host_conv_2_page = host_conv_2_layer * layers;
+PW_CONSTANT(i64, host_conv_2_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_2_channel, itemsize_conv * extent_conv_2_tap);
+PW_CONSTANT(i64, host_conv_2_layer, host_conv_2_channel * extent_conv_2_channel);
+PW_CONSTANT(i64, host_conv_2_page, host_conv_2_layer * layers);
 PW_CONSTEXPR i64 host_side_0_base(i64 pages) { return pw::align_up(host_conv_2_base(pages) + host_conv_2_page * pages, align_side_0); }
-constexpr i64 host_side_0_item = itemsize_side;
-constexpr i64 host_side_0_page = itemsize_side * extent_side_0_item;
+PW_CONSTANT(i64, host_side_0_item, itemsize_side);
+PW_CONSTANT(i64, host_side_0_page, itemsize_side * extent_side_0_item);
 PW_CONSTEXPR i64 host_side_1_base(i64 pages) { return pw::align_up(host_side_0_base(pages) + host_side_0_page * pages, align_side_1); }
-constexpr i64 host_side_1_item = itemsize_side;
-constexpr i64 host_side_1_page = itemsize_side * extent_side_1_item;
+PW_CONSTANT(i64, host_side_1_item, itemsize_side);
+PW_CONSTANT(i64, host_side_1_page, itemsize_side * extent_side_1_item);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_side_1_base(pages) + host_side_1_page * pages, pw::most(pw::most(pw::most(pw::most(pw::most(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)); }
-constexpr i64 page_bytes = host_temporal_page + host_conv_0_page + host_conv_1_page + host_conv_2_page + host_side_0_page + host_side_1_page;
+PW_CONSTANT(i64, page_bytes, host_temporal_page + host_conv_0_page + host_conv_1_page + host_conv_2_page + host_side_0_page + host_side_1_page);
 
 // temporal: host [page, layer, head, dim, state], device [layer, page, head, dim, state]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_state = itemsize_ssm;
-constexpr i64 device_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 device_temporal_head = device_temporal_dim * extent_temporal_dim;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_state, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_dim, itemsize_ssm * extent_temporal_state);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_dim * extent_temporal_dim);
 
 // temporal, one page an id: layer runs of head x dim x state
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(atom_temporal_pages));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -106,10 +106,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x dim x state; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(atom_temporal_layer_pages));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -117,14 +117,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv[0]: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_0 = 1;
-constexpr i64 device_conv_0_tap = itemsize_conv;
-constexpr i64 device_conv_0_channel = itemsize_conv * extent_conv_0_tap;
+PW_CONSTANT(i64, table_conv_0, 1);
+PW_CONSTANT(i64, device_conv_0_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_0_channel, itemsize_conv * extent_conv_0_tap);
 
 // conv[0], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_pages = layers;
-constexpr i64 vector_conv_0_pages = pw::vector_width(pw::gcd(atom_conv_0_pages, pw::gcd(host_temporal_page, align_conv_0)));
+PW_CONSTANT(i64, atom_conv_0_pages, itemsize_conv * extent_conv_0_tap * extent_conv_0_channel);
+PW_CONSTANT(i64, runs_conv_0_pages, layers);
+PW_CONSTANT(i64, vector_conv_0_pages, pw::vector_width(pw::gcd(atom_conv_0_pages, pw::gcd(host_temporal_page, align_conv_0))));
 PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -133,10 +133,10 @@ PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[0], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_layer_pages = 1;
-constexpr i64 inner_conv_0_layer_pages = 1;
-constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page, align_conv_0)));
+PW_CONSTANT(i64, atom_conv_0_layer_pages, itemsize_conv * extent_conv_0_tap * extent_conv_0_channel);
+PW_CONSTANT(i64, runs_conv_0_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_0_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_0_layer_pages, pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page, align_conv_0))));
 PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
@@ -144,14 +144,14 @@ PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // conv[1]: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_1 = 2;
-constexpr i64 device_conv_1_tap = itemsize_conv;
-constexpr i64 device_conv_1_channel = itemsize_conv * extent_conv_1_tap;
+PW_CONSTANT(i64, table_conv_1, 2);
+PW_CONSTANT(i64, device_conv_1_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_1_channel, itemsize_conv * extent_conv_1_tap);
 
 // conv[1], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_pages = layers;
-constexpr i64 vector_conv_1_pages = pw::vector_width(pw::gcd(atom_conv_1_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1)));
+PW_CONSTANT(i64, atom_conv_1_pages, itemsize_conv * extent_conv_1_tap * extent_conv_1_channel);
+PW_CONSTANT(i64, runs_conv_1_pages, layers);
+PW_CONSTANT(i64, vector_conv_1_pages, pw::vector_width(pw::gcd(atom_conv_1_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1))));
 PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -160,10 +160,10 @@ PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[1], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_layer_pages = 1;
-constexpr i64 inner_conv_1_layer_pages = 1;
-constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1)));
+PW_CONSTANT(i64, atom_conv_1_layer_pages, itemsize_conv * extent_conv_1_tap * extent_conv_1_channel);
+PW_CONSTANT(i64, runs_conv_1_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_1_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_1_layer_pages, pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1))));
 PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
@@ -171,14 +171,14 @@ PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // conv[2]: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_2 = 3;
-constexpr i64 device_conv_2_tap = itemsize_conv;
-constexpr i64 device_conv_2_channel = itemsize_conv * extent_conv_2_tap;
+PW_CONSTANT(i64, table_conv_2, 3);
+PW_CONSTANT(i64, device_conv_2_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_2_channel, itemsize_conv * extent_conv_2_tap);
 
 // conv[2], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_pages = layers;
-constexpr i64 vector_conv_2_pages = pw::vector_width(pw::gcd(atom_conv_2_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2)));
+PW_CONSTANT(i64, atom_conv_2_pages, itemsize_conv * extent_conv_2_tap * extent_conv_2_channel);
+PW_CONSTANT(i64, runs_conv_2_pages, layers);
+PW_CONSTANT(i64, vector_conv_2_pages, pw::vector_width(pw::gcd(atom_conv_2_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2))));
 PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -187,10 +187,10 @@ PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[2], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_layer_pages = 1;
-constexpr i64 inner_conv_2_layer_pages = 1;
-constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2)));
+PW_CONSTANT(i64, atom_conv_2_layer_pages, itemsize_conv * extent_conv_2_tap * extent_conv_2_channel);
+PW_CONSTANT(i64, runs_conv_2_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_2_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_2_layer_pages, pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2))));
 PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
@@ -198,13 +198,13 @@ PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // side[0]: host [page, item], device [page, item]
-constexpr i64 table_side_0 = 4;
-constexpr i64 device_side_0_item = itemsize_side;
+PW_CONSTANT(i64, table_side_0, 4);
+PW_CONSTANT(i64, device_side_0_item, itemsize_side);
 
 // side[0], one page an id: 1 runs of item
-constexpr i64 atom_side_0_pages = itemsize_side * extent_side_0_item;
-constexpr i64 runs_side_0_pages = 1;
-constexpr i64 vector_side_0_pages = pw::vector_width(pw::gcd(atom_side_0_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2), host_conv_2_page), align_side_0)));
+PW_CONSTANT(i64, atom_side_0_pages, itemsize_side * extent_side_0_item);
+PW_CONSTANT(i64, runs_side_0_pages, 1);
+PW_CONSTANT(i64, vector_side_0_pages, pw::vector_width(pw::gcd(atom_side_0_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2), host_conv_2_page), align_side_0))));
 PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_side_0] + device_page * view.stride_side_0_page,
@@ -212,13 +212,13 @@ PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 // side[1]: host [page, item], device [page, item]
-constexpr i64 table_side_1 = 5;
-constexpr i64 device_side_1_item = itemsize_side;
+PW_CONSTANT(i64, table_side_1, 5);
+PW_CONSTANT(i64, device_side_1_item, itemsize_side);
 
 // side[1], one page an id: 1 runs of item
-constexpr i64 atom_side_1_pages = itemsize_side * extent_side_1_item;
-constexpr i64 runs_side_1_pages = 1;
-constexpr i64 vector_side_1_pages = pw::vector_width(pw::gcd(atom_side_1_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2), host_conv_2_page), align_side_0), host_side_0_page), align_side_1)));
+PW_CONSTANT(i64, atom_side_1_pages, itemsize_side * extent_side_1_item);
+PW_CONSTANT(i64, runs_side_1_pages, 1);
+PW_CONSTANT(i64, vector_side_1_pages, pw::vector_width(pw::gcd(atom_side_1_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page, align_conv_0), host_conv_0_page), align_conv_1), host_conv_1_page), align_conv_2), host_conv_2_page), align_side_0), host_side_0_page), align_side_1))));
 PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_side_1] + device_page * view.stride_side_1_page,
@@ -247,46 +247,46 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_state = itemsize_ssm;
-constexpr i64 host_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 host_temporal_head = host_temporal_dim * extent_temporal_dim;
-constexpr i64 host_temporal_layer = host_temporal_head * extent_temporal_head;
-constexpr i64 host_conv_0_base = pw::align_up(host_temporal_layer * layers, align_conv_0);
-constexpr i64 host_conv_0_tap = itemsize_conv;
-constexpr i64 host_conv_0_channel = itemsize_conv * extent_conv_0_tap;
-constexpr i64 host_conv_0_layer = host_conv_0_channel * extent_conv_0_channel;
-constexpr i64 host_conv_1_base = pw::align_up(host_conv_0_base + host_conv_0_layer * layers, align_conv_1);
-constexpr i64 host_conv_1_tap = itemsize_conv;
-constexpr i64 host_conv_1_channel = itemsize_conv * extent_conv_1_tap;
-constexpr i64 host_conv_1_layer = host_conv_1_channel * extent_conv_1_channel;
-constexpr i64 host_conv_2_base = pw::align_up(host_conv_1_base + host_conv_1_layer * layers, align_conv_2);
-constexpr i64 host_conv_2_tap = itemsize_conv;
-constexpr i64 host_conv_2_channel = itemsize_conv * extent_conv_2_tap;
-constexpr i64 host_conv_2_layer = host_conv_2_channel * extent_conv_2_channel;
-constexpr i64 host_side_0_base = pw::align_up(host_conv_2_base + host_conv_2_layer * layers, align_side_0);
-constexpr i64 host_side_0_item = itemsize_side;
-constexpr i64 host_side_1_base = pw::align_up(host_side_0_base + itemsize_side * extent_side_0_item, align_side_1);
-constexpr i64 host_side_1_item = itemsize_side;
-constexpr i64 host_temporal_page = pw::align_up(host_side_1_base + itemsize_side * extent_side_1_item, pw::most(pw::most(pw::most(pw::most(pw::most(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1));
-constexpr i64 host_conv_0_page = host_temporal_page;
-constexpr i64 host_conv_1_page = host_temporal_page;
-constexpr i64 host_conv_2_page = host_temporal_page;
-constexpr i64 host_side_0_page = host_temporal_page;
-constexpr i64 host_side_1_page = host_temporal_page;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_state, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_dim, itemsize_ssm * extent_temporal_state);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_dim * extent_temporal_dim);
+PW_CONSTANT(i64, host_temporal_layer, host_temporal_head * extent_temporal_head);
+PW_CONSTANT(i64, host_conv_0_base, pw::align_up(host_temporal_layer * layers, align_conv_0));
+PW_CONSTANT(i64, host_conv_0_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_0_channel, itemsize_conv * extent_conv_0_tap);
+PW_CONSTANT(i64, host_conv_0_layer, host_conv_0_channel * extent_conv_0_channel);
+PW_CONSTANT(i64, host_conv_1_base, pw::align_up(host_conv_0_base + host_conv_0_layer * layers, align_conv_1));
+PW_CONSTANT(i64, host_conv_1_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_1_channel, itemsize_conv * extent_conv_1_tap);
+PW_CONSTANT(i64, host_conv_1_layer, host_conv_1_channel * extent_conv_1_channel);
+PW_CONSTANT(i64, host_conv_2_base, pw::align_up(host_conv_1_base + host_conv_1_layer * layers, align_conv_2));
+PW_CONSTANT(i64, host_conv_2_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_2_channel, itemsize_conv * extent_conv_2_tap);
+PW_CONSTANT(i64, host_conv_2_layer, host_conv_2_channel * extent_conv_2_channel);
+PW_CONSTANT(i64, host_side_0_base, pw::align_up(host_conv_2_base + host_conv_2_layer * layers, align_side_0));
+PW_CONSTANT(i64, host_side_0_item, itemsize_side);
+PW_CONSTANT(i64, host_side_1_base, pw::align_up(host_side_0_base + itemsize_side * extent_side_0_item, align_side_1));
+PW_CONSTANT(i64, host_side_1_item, itemsize_side);
+PW_CONSTANT(i64, host_temporal_page, pw::align_up(host_side_1_base + itemsize_side * extent_side_1_item, pw::most(pw::most(pw::most(pw::most(pw::most(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)));
+PW_CONSTANT(i64, host_conv_0_page, host_temporal_page);
+PW_CONSTANT(i64, host_conv_1_page, host_temporal_page);
+PW_CONSTANT(i64, host_conv_2_page, host_temporal_page);
+PW_CONSTANT(i64, host_side_0_page, host_temporal_page);
+PW_CONSTANT(i64, host_side_1_page, host_temporal_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_temporal_page * pages; }
-constexpr i64 page_bytes = host_temporal_page;
+PW_CONSTANT(i64, page_bytes, host_temporal_page);
 
 // temporal: host [page, layer, head, dim, state], device [layer, page, head, dim, state]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_state = itemsize_ssm;
-constexpr i64 device_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 device_temporal_head = device_temporal_dim * extent_temporal_dim;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_state, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_dim, itemsize_ssm * extent_temporal_state);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_dim * extent_temporal_dim);
 
 // temporal, one page an id: layer runs of head x dim x state
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(pw::gcd(atom_temporal_pages, host_temporal_page));
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(pw::gcd(atom_temporal_pages, host_temporal_page)));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -295,10 +295,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x dim x state; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page));
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(pw::gcd(atom_temporal_layer_pages, host_temporal_page)));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -306,14 +306,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv[0]: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_0 = 1;
-constexpr i64 device_conv_0_tap = itemsize_conv;
-constexpr i64 device_conv_0_channel = itemsize_conv * extent_conv_0_tap;
+PW_CONSTANT(i64, table_conv_0, 1);
+PW_CONSTANT(i64, device_conv_0_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_0_channel, itemsize_conv * extent_conv_0_tap);
 
 // conv[0], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_pages = layers;
-constexpr i64 vector_conv_0_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_0_pages, host_temporal_page), host_conv_0_base));
+PW_CONSTANT(i64, atom_conv_0_pages, itemsize_conv * extent_conv_0_tap * extent_conv_0_channel);
+PW_CONSTANT(i64, runs_conv_0_pages, layers);
+PW_CONSTANT(i64, vector_conv_0_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_0_pages, host_temporal_page), host_conv_0_base)));
 PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -322,10 +322,10 @@ PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[0], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_layer_pages = 1;
-constexpr i64 inner_conv_0_layer_pages = 1;
-constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_0_layer_pages, host_temporal_page), host_conv_0_base));
+PW_CONSTANT(i64, atom_conv_0_layer_pages, itemsize_conv * extent_conv_0_tap * extent_conv_0_channel);
+PW_CONSTANT(i64, runs_conv_0_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_0_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_0_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_0_layer_pages, host_temporal_page), host_conv_0_base)));
 PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
@@ -333,14 +333,14 @@ PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // conv[1]: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_1 = 2;
-constexpr i64 device_conv_1_tap = itemsize_conv;
-constexpr i64 device_conv_1_channel = itemsize_conv * extent_conv_1_tap;
+PW_CONSTANT(i64, table_conv_1, 2);
+PW_CONSTANT(i64, device_conv_1_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_1_channel, itemsize_conv * extent_conv_1_tap);
 
 // conv[1], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_pages = layers;
-constexpr i64 vector_conv_1_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_1_pages, host_temporal_page), host_conv_1_base));
+PW_CONSTANT(i64, atom_conv_1_pages, itemsize_conv * extent_conv_1_tap * extent_conv_1_channel);
+PW_CONSTANT(i64, runs_conv_1_pages, layers);
+PW_CONSTANT(i64, vector_conv_1_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_1_pages, host_temporal_page), host_conv_1_base)));
 PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -349,10 +349,10 @@ PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[1], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_layer_pages = 1;
-constexpr i64 inner_conv_1_layer_pages = 1;
-constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_1_layer_pages, host_temporal_page), host_conv_1_base));
+PW_CONSTANT(i64, atom_conv_1_layer_pages, itemsize_conv * extent_conv_1_tap * extent_conv_1_channel);
+PW_CONSTANT(i64, runs_conv_1_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_1_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_1_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_1_layer_pages, host_temporal_page), host_conv_1_base)));
 PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
@@ -360,14 +360,14 @@ PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // conv[2]: host [page, layer, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_2 = 3;
-constexpr i64 device_conv_2_tap = itemsize_conv;
-constexpr i64 device_conv_2_channel = itemsize_conv * extent_conv_2_tap;
+PW_CONSTANT(i64, table_conv_2, 3);
+PW_CONSTANT(i64, device_conv_2_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_2_channel, itemsize_conv * extent_conv_2_tap);
 
 // conv[2], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_pages = layers;
-constexpr i64 vector_conv_2_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_2_pages, host_temporal_page), host_conv_2_base));
+PW_CONSTANT(i64, atom_conv_2_pages, itemsize_conv * extent_conv_2_tap * extent_conv_2_channel);
+PW_CONSTANT(i64, runs_conv_2_pages, layers);
+PW_CONSTANT(i64, vector_conv_2_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_2_pages, host_temporal_page), host_conv_2_base)));
 PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -376,10 +376,10 @@ PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[2], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_layer_pages = 1;
-constexpr i64 inner_conv_2_layer_pages = 1;
-constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_conv_2_layer_pages, host_temporal_page), host_conv_2_base));
+PW_CONSTANT(i64, atom_conv_2_layer_pages, itemsize_conv * extent_conv_2_tap * extent_conv_2_channel);
+PW_CONSTANT(i64, runs_conv_2_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_2_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_2_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_conv_2_layer_pages, host_temporal_page), host_conv_2_base)));
 PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
@@ -387,13 +387,13 @@ PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // side[0]: host [page, item], device [page, item]
-constexpr i64 table_side_0 = 4;
-constexpr i64 device_side_0_item = itemsize_side;
+PW_CONSTANT(i64, table_side_0, 4);
+PW_CONSTANT(i64, device_side_0_item, itemsize_side);
 
 // side[0], one page an id: 1 runs of item
-constexpr i64 atom_side_0_pages = itemsize_side * extent_side_0_item;
-constexpr i64 runs_side_0_pages = 1;
-constexpr i64 vector_side_0_pages = pw::vector_width(pw::gcd(pw::gcd(atom_side_0_pages, host_temporal_page), host_side_0_base));
+PW_CONSTANT(i64, atom_side_0_pages, itemsize_side * extent_side_0_item);
+PW_CONSTANT(i64, runs_side_0_pages, 1);
+PW_CONSTANT(i64, vector_side_0_pages, pw::vector_width(pw::gcd(pw::gcd(atom_side_0_pages, host_temporal_page), host_side_0_base)));
 PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_side_0] + device_page * view.stride_side_0_page,
@@ -401,13 +401,13 @@ PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 // side[1]: host [page, item], device [page, item]
-constexpr i64 table_side_1 = 5;
-constexpr i64 device_side_1_item = itemsize_side;
+PW_CONSTANT(i64, table_side_1, 5);
+PW_CONSTANT(i64, device_side_1_item, itemsize_side);
 
 // side[1], one page an id: 1 runs of item
-constexpr i64 atom_side_1_pages = itemsize_side * extent_side_1_item;
-constexpr i64 runs_side_1_pages = 1;
-constexpr i64 vector_side_1_pages = pw::vector_width(pw::gcd(pw::gcd(atom_side_1_pages, host_temporal_page), host_side_1_base));
+PW_CONSTANT(i64, atom_side_1_pages, itemsize_side * extent_side_1_item);
+PW_CONSTANT(i64, runs_side_1_pages, 1);
+PW_CONSTANT(i64, vector_side_1_pages, pw::vector_width(pw::gcd(pw::gcd(atom_side_1_pages, host_temporal_page), host_side_1_base)));
 PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_side_1] + device_page * view.stride_side_1_page,
@@ -436,46 +436,46 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_temporal_base = 0;
-constexpr i64 host_temporal_state = itemsize_ssm;
-constexpr i64 host_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 host_temporal_head = host_temporal_dim * extent_temporal_dim;
-constexpr i64 host_temporal_page = host_temporal_head * extent_temporal_head;
+PW_CONSTANT(i64, host_temporal_base, 0);
+PW_CONSTANT(i64, host_temporal_state, itemsize_ssm);
+PW_CONSTANT(i64, host_temporal_dim, itemsize_ssm * extent_temporal_state);
+PW_CONSTANT(i64, host_temporal_head, host_temporal_dim * extent_temporal_dim);
+PW_CONSTANT(i64, host_temporal_page, host_temporal_head * extent_temporal_head);
 PW_CONSTEXPR i64 host_temporal_layer(i64 pages) { return host_temporal_page * pages; }
 PW_CONSTEXPR i64 host_conv_0_base(i64 pages) { return pw::align_up(host_temporal_layer(pages) * layers, align_conv_0); }
-constexpr i64 host_conv_0_tap = itemsize_conv;
-constexpr i64 host_conv_0_channel = itemsize_conv * extent_conv_0_tap;
-constexpr i64 host_conv_0_page = host_conv_0_channel * extent_conv_0_channel;
+PW_CONSTANT(i64, host_conv_0_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_0_channel, itemsize_conv * extent_conv_0_tap);
+PW_CONSTANT(i64, host_conv_0_page, host_conv_0_channel * extent_conv_0_channel);
 PW_CONSTEXPR i64 host_conv_0_layer(i64 pages) { return host_conv_0_page * pages; }
 PW_CONSTEXPR i64 host_conv_1_base(i64 pages) { return pw::align_up(host_conv_0_base(pages) + host_conv_0_layer(pages) * layers, align_conv_1); }
-constexpr i64 host_conv_1_tap = itemsize_conv;
-constexpr i64 host_conv_1_channel = itemsize_conv * extent_conv_1_tap;
-constexpr i64 host_conv_1_page = host_conv_1_channel * extent_conv_1_channel;
+PW_CONSTANT(i64, host_conv_1_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_1_channel, itemsize_conv * extent_conv_1_tap);
+PW_CONSTANT(i64, host_conv_1_page, host_conv_1_channel * extent_conv_1_channel);
 PW_CONSTEXPR i64 host_conv_1_layer(i64 pages) { return host_conv_1_page * pages; }
 PW_CONSTEXPR i64 host_conv_2_base(i64 pages) { return pw::align_up(host_conv_1_base(pages) + host_conv_1_layer(pages) * layers, align_conv_2); }
-constexpr i64 host_conv_2_tap = itemsize_conv;
-constexpr i64 host_conv_2_channel = itemsize_conv * extent_conv_2_tap;
-constexpr i64 host_conv_2_page = host_conv_2_channel * extent_conv_2_channel;
+PW_CONSTANT(i64, host_conv_2_tap, itemsize_conv);
+PW_CONSTANT(i64, host_conv_2_channel, itemsize_conv * extent_conv_2_tap);
+PW_CONSTANT(i64, host_conv_2_page, host_conv_2_channel * extent_conv_2_channel);
 PW_CONSTEXPR i64 host_conv_2_layer(i64 pages) { return host_conv_2_page * pages; }
 PW_CONSTEXPR i64 host_side_0_base(i64 pages) { return pw::align_up(host_conv_2_base(pages) + host_conv_2_layer(pages) * layers, align_side_0); }
-constexpr i64 host_side_0_item = itemsize_side;
-constexpr i64 host_side_0_page = itemsize_side * extent_side_0_item;
+PW_CONSTANT(i64, host_side_0_item, itemsize_side);
+PW_CONSTANT(i64, host_side_0_page, itemsize_side * extent_side_0_item);
 PW_CONSTEXPR i64 host_side_1_base(i64 pages) { return pw::align_up(host_side_0_base(pages) + host_side_0_page * pages, align_side_1); }
-constexpr i64 host_side_1_item = itemsize_side;
-constexpr i64 host_side_1_page = itemsize_side * extent_side_1_item;
+PW_CONSTANT(i64, host_side_1_item, itemsize_side);
+PW_CONSTANT(i64, host_side_1_page, itemsize_side * extent_side_1_item);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_side_1_base(pages) + host_side_1_page * pages, pw::most(pw::most(pw::most(pw::most(pw::most(align_temporal, align_conv_0), align_conv_1), align_conv_2), align_side_0), align_side_1)); }
-constexpr i64 page_bytes = host_temporal_page * layers + host_conv_0_page * layers + host_conv_1_page * layers + host_conv_2_page * layers + host_side_0_page + host_side_1_page;
+PW_CONSTANT(i64, page_bytes, host_temporal_page * layers + host_conv_0_page * layers + host_conv_1_page * layers + host_conv_2_page * layers + host_side_0_page + host_side_1_page);
 
 // temporal: host [layer, page, head, dim, state], device [layer, page, head, dim, state]
-constexpr i64 table_temporal = 0;
-constexpr i64 device_temporal_state = itemsize_ssm;
-constexpr i64 device_temporal_dim = itemsize_ssm * extent_temporal_state;
-constexpr i64 device_temporal_head = device_temporal_dim * extent_temporal_dim;
+PW_CONSTANT(i64, table_temporal, 0);
+PW_CONSTANT(i64, device_temporal_state, itemsize_ssm);
+PW_CONSTANT(i64, device_temporal_dim, itemsize_ssm * extent_temporal_state);
+PW_CONSTANT(i64, device_temporal_head, device_temporal_dim * extent_temporal_dim);
 
 // temporal, one page an id: layer runs of head x dim x state
-constexpr i64 atom_temporal_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_pages = layers;
-constexpr i64 vector_temporal_pages = pw::vector_width(atom_temporal_pages);
+PW_CONSTANT(i64, atom_temporal_pages, itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_pages, layers);
+PW_CONSTANT(i64, vector_temporal_pages, pw::vector_width(atom_temporal_pages));
 PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -484,10 +484,10 @@ PW_FN Run run_temporal_pages(const View& view, u32 host_id, u32 device_id, u32 r
 }
 
 // temporal, one layer, one page an id: 1 runs of head x dim x state; on the host `inner` of one layer, then of the next
-constexpr i64 atom_temporal_layer_pages = itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head;
-constexpr i64 runs_temporal_layer_pages = 1;
-constexpr i64 inner_temporal_layer_pages = 1;
-constexpr i64 vector_temporal_layer_pages = pw::vector_width(atom_temporal_layer_pages);
+PW_CONSTANT(i64, atom_temporal_layer_pages, itemsize_ssm * extent_temporal_state * extent_temporal_dim * extent_temporal_head);
+PW_CONSTANT(i64, runs_temporal_layer_pages, 1);
+PW_CONSTANT(i64, inner_temporal_layer_pages, 1);
+PW_CONSTANT(i64, vector_temporal_layer_pages, pw::vector_width(atom_temporal_layer_pages));
 PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_temporal] + layer * view.stride_temporal_layer + device_page * view.stride_temporal_page,
@@ -495,14 +495,14 @@ PW_FN Run run_temporal_layer_pages(const View& view, u32 host_id, u32 device_id,
 }
 
 // conv[0]: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_0 = 1;
-constexpr i64 device_conv_0_tap = itemsize_conv;
-constexpr i64 device_conv_0_channel = itemsize_conv * extent_conv_0_tap;
+PW_CONSTANT(i64, table_conv_0, 1);
+PW_CONSTANT(i64, device_conv_0_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_0_channel, itemsize_conv * extent_conv_0_tap);
 
 // conv[0], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_0_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_pages = layers;
-constexpr i64 vector_conv_0_pages = pw::vector_width(pw::gcd(atom_conv_0_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
+PW_CONSTANT(i64, atom_conv_0_pages, itemsize_conv * extent_conv_0_tap * extent_conv_0_channel);
+PW_CONSTANT(i64, runs_conv_0_pages, layers);
+PW_CONSTANT(i64, vector_conv_0_pages, pw::vector_width(pw::gcd(atom_conv_0_pages, pw::gcd(host_temporal_page * layers, align_conv_0))));
 PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -511,10 +511,10 @@ PW_FN Run run_conv_0_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[0], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_0_layer_pages = itemsize_conv * extent_conv_0_tap * extent_conv_0_channel;
-constexpr i64 runs_conv_0_layer_pages = 1;
-constexpr i64 inner_conv_0_layer_pages = 1;
-constexpr i64 vector_conv_0_layer_pages = pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page * layers, align_conv_0)));
+PW_CONSTANT(i64, atom_conv_0_layer_pages, itemsize_conv * extent_conv_0_tap * extent_conv_0_channel);
+PW_CONSTANT(i64, runs_conv_0_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_0_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_0_layer_pages, pw::vector_width(pw::gcd(atom_conv_0_layer_pages, pw::gcd(host_temporal_page * layers, align_conv_0))));
 PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_0] + layer * view.stride_conv_0_layer + device_page * view.stride_conv_0_page,
@@ -522,14 +522,14 @@ PW_FN Run run_conv_0_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // conv[1]: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_1 = 2;
-constexpr i64 device_conv_1_tap = itemsize_conv;
-constexpr i64 device_conv_1_channel = itemsize_conv * extent_conv_1_tap;
+PW_CONSTANT(i64, table_conv_1, 2);
+PW_CONSTANT(i64, device_conv_1_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_1_channel, itemsize_conv * extent_conv_1_tap);
 
 // conv[1], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_1_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_pages = layers;
-constexpr i64 vector_conv_1_pages = pw::vector_width(pw::gcd(atom_conv_1_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
+PW_CONSTANT(i64, atom_conv_1_pages, itemsize_conv * extent_conv_1_tap * extent_conv_1_channel);
+PW_CONSTANT(i64, runs_conv_1_pages, layers);
+PW_CONSTANT(i64, vector_conv_1_pages, pw::vector_width(pw::gcd(atom_conv_1_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1))));
 PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -538,10 +538,10 @@ PW_FN Run run_conv_1_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[1], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_1_layer_pages = itemsize_conv * extent_conv_1_tap * extent_conv_1_channel;
-constexpr i64 runs_conv_1_layer_pages = 1;
-constexpr i64 inner_conv_1_layer_pages = 1;
-constexpr i64 vector_conv_1_layer_pages = pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1)));
+PW_CONSTANT(i64, atom_conv_1_layer_pages, itemsize_conv * extent_conv_1_tap * extent_conv_1_channel);
+PW_CONSTANT(i64, runs_conv_1_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_1_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_1_layer_pages, pw::vector_width(pw::gcd(atom_conv_1_layer_pages, pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1))));
 PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_1] + layer * view.stride_conv_1_layer + device_page * view.stride_conv_1_page,
@@ -549,14 +549,14 @@ PW_FN Run run_conv_1_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // conv[2]: host [layer, page, channel, tap], device [layer, page, channel, tap]
-constexpr i64 table_conv_2 = 3;
-constexpr i64 device_conv_2_tap = itemsize_conv;
-constexpr i64 device_conv_2_channel = itemsize_conv * extent_conv_2_tap;
+PW_CONSTANT(i64, table_conv_2, 3);
+PW_CONSTANT(i64, device_conv_2_tap, itemsize_conv);
+PW_CONSTANT(i64, device_conv_2_channel, itemsize_conv * extent_conv_2_tap);
 
 // conv[2], one page an id: layer runs of channel x tap
-constexpr i64 atom_conv_2_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_pages = layers;
-constexpr i64 vector_conv_2_pages = pw::vector_width(pw::gcd(atom_conv_2_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
+PW_CONSTANT(i64, atom_conv_2_pages, itemsize_conv * extent_conv_2_tap * extent_conv_2_channel);
+PW_CONSTANT(i64, runs_conv_2_pages, layers);
+PW_CONSTANT(i64, vector_conv_2_pages, pw::vector_width(pw::gcd(atom_conv_2_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2))));
 PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -565,10 +565,10 @@ PW_FN Run run_conv_2_pages(const View& view, u32 host_id, u32 device_id, u32 run
 }
 
 // conv[2], one layer, one page an id: 1 runs of channel x tap; on the host `inner` of one layer, then of the next
-constexpr i64 atom_conv_2_layer_pages = itemsize_conv * extent_conv_2_tap * extent_conv_2_channel;
-constexpr i64 runs_conv_2_layer_pages = 1;
-constexpr i64 inner_conv_2_layer_pages = 1;
-constexpr i64 vector_conv_2_layer_pages = pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2)));
+PW_CONSTANT(i64, atom_conv_2_layer_pages, itemsize_conv * extent_conv_2_tap * extent_conv_2_channel);
+PW_CONSTANT(i64, runs_conv_2_layer_pages, 1);
+PW_CONSTANT(i64, inner_conv_2_layer_pages, 1);
+PW_CONSTANT(i64, vector_conv_2_layer_pages, pw::vector_width(pw::gcd(atom_conv_2_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2))));
 PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_conv_2] + layer * view.stride_conv_2_layer + device_page * view.stride_conv_2_page,
@@ -576,13 +576,13 @@ PW_FN Run run_conv_2_layer_pages(const View& view, u32 host_id, u32 device_id, u
 }
 
 // side[0]: host [page, item], device [page, item]
-constexpr i64 table_side_0 = 4;
-constexpr i64 device_side_0_item = itemsize_side;
+PW_CONSTANT(i64, table_side_0, 4);
+PW_CONSTANT(i64, device_side_0_item, itemsize_side);
 
 // side[0], one page an id: 1 runs of item
-constexpr i64 atom_side_0_pages = itemsize_side * extent_side_0_item;
-constexpr i64 runs_side_0_pages = 1;
-constexpr i64 vector_side_0_pages = pw::vector_width(pw::gcd(atom_side_0_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0)));
+PW_CONSTANT(i64, atom_side_0_pages, itemsize_side * extent_side_0_item);
+PW_CONSTANT(i64, runs_side_0_pages, 1);
+PW_CONSTANT(i64, vector_side_0_pages, pw::vector_width(pw::gcd(atom_side_0_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0))));
 PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_side_0] + device_page * view.stride_side_0_page,
@@ -590,13 +590,13 @@ PW_FN Run run_side_0_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 // side[1]: host [page, item], device [page, item]
-constexpr i64 table_side_1 = 5;
-constexpr i64 device_side_1_item = itemsize_side;
+PW_CONSTANT(i64, table_side_1, 5);
+PW_CONSTANT(i64, device_side_1_item, itemsize_side);
 
 // side[1], one page an id: 1 runs of item
-constexpr i64 atom_side_1_pages = itemsize_side * extent_side_1_item;
-constexpr i64 runs_side_1_pages = 1;
-constexpr i64 vector_side_1_pages = pw::vector_width(pw::gcd(atom_side_1_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0), host_side_0_page), align_side_1)));
+PW_CONSTANT(i64, atom_side_1_pages, itemsize_side * extent_side_1_item);
+PW_CONSTANT(i64, runs_side_1_pages, 1);
+PW_CONSTANT(i64, vector_side_1_pages, pw::vector_width(pw::gcd(atom_side_1_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_temporal_page * layers, align_conv_0), host_conv_0_page * layers), align_conv_1), host_conv_1_page * layers), align_conv_2), host_conv_2_page * layers), align_side_0), host_side_0_page), align_side_1))));
 PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_side_1] + device_page * view.stride_side_1_page,

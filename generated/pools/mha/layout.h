@@ -5,20 +5,20 @@
 namespace mha {
 
 // Given at compile time.
-constexpr i64 heads = PW_heads;
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 v_head_dim = PW_v_head_dim;
-constexpr i64 head_groups = PW_head_groups;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_kv = PW_itemsize_kv;
+PW_CONSTANT(i64, heads, PW_heads);
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, v_head_dim, PW_v_head_dim);
+PW_CONSTANT(i64, head_groups, PW_head_groups);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_kv, PW_itemsize_kv);
 
-constexpr i64 extent_k_head_group = head_groups;
-constexpr i64 extent_k_head_in_group = pw::floor_div(heads, head_groups);
-constexpr i64 extent_k_dim = head_dim;
-constexpr i64 extent_v_head_group = head_groups;
-constexpr i64 extent_v_head_in_group = pw::floor_div(heads, head_groups);
-constexpr i64 extent_v_dim = v_head_dim;
+PW_CONSTANT(i64, extent_k_head_group, head_groups);
+PW_CONSTANT(i64, extent_k_head_in_group, pw::floor_div(heads, head_groups));
+PW_CONSTANT(i64, extent_k_dim, head_dim);
+PW_CONSTANT(i64, extent_v_head_group, head_groups);
+PW_CONSTANT(i64, extent_v_head_in_group, pw::floor_div(heads, head_groups));
+PW_CONSTANT(i64, extent_v_dim, v_head_dim);
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -30,35 +30,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_token, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_k_layer(i64 pages) { return host_k_page * pages; }
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_layer(pages) * layers; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_token, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_page, host_v_token * page_size);
 PW_CONSTEXPR i64 host_v_layer(i64 pages) { return host_v_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_layer(pages) * layers; }
-constexpr i64 page_bytes = host_k_page * layers + host_v_page * layers;
+PW_CONSTANT(i64, page_bytes, host_k_page * layers + host_v_page * layers);
 
 // k: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_token, device_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: layer runs of token x head_group x head_in_group x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
-constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size);
+PW_CONSTANT(i64, runs_k_pages, layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -67,9 +67,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -79,10 +79,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
-constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size);
+PW_CONSTANT(i64, runs_k_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
@@ -90,10 +90,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -102,17 +102,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_token, device_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: layer runs of token x head_group x head_in_group x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
-constexpr i64 runs_v_pages = layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size);
+PW_CONSTANT(i64, runs_v_pages, layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -121,9 +121,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -133,10 +133,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
-constexpr i64 runs_v_layer_pages = 1;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size);
+PW_CONSTANT(i64, runs_v_layer_pages, 1);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v + layer] + device_page * device_v_page,
@@ -144,10 +144,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -167,35 +167,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_layer, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_layer, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_v_page, host_v_token * page_size);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
-constexpr i64 page_bytes = host_k_page + host_v_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page);
 
 // k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_token, device_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: token x layer runs of head_group x head_in_group x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -206,9 +206,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -218,10 +218,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -230,10 +230,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -242,17 +242,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_token, device_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: token x layer runs of head_group x head_in_group x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_pages = page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_pages, page_size * layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -263,9 +263,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -275,10 +275,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_layer_pages = page_size;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -287,10 +287,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -310,35 +310,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_layer = host_k_token * page_size;
-constexpr i64 host_k_page = host_k_layer * layers;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_token, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_layer, host_k_token * page_size);
+PW_CONSTANT(i64, host_k_page, host_k_layer * layers);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_layer = host_v_token * page_size;
-constexpr i64 host_v_page = host_v_layer * layers;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_token, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_layer, host_v_token * page_size);
+PW_CONSTANT(i64, host_v_page, host_v_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
-constexpr i64 page_bytes = host_k_page + host_v_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page);
 
 // k: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_token, device_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: layer runs of token x head_group x head_in_group x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
-constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size);
+PW_CONSTANT(i64, runs_k_pages, layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -347,9 +347,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -359,10 +359,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size;
-constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group * page_size);
+PW_CONSTANT(i64, runs_k_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
@@ -370,10 +370,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -382,17 +382,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_token, device_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: layer runs of token x head_group x head_in_group x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
-constexpr i64 runs_v_pages = layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size);
+PW_CONSTANT(i64, runs_v_pages, layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -401,9 +401,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -413,10 +413,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: 1 runs of token x head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size;
-constexpr i64 runs_v_layer_pages = 1;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group * page_size);
+PW_CONSTANT(i64, runs_v_layer_pages, 1);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v + layer] + device_page * device_v_page,
@@ -424,10 +424,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -447,35 +447,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_k_head_in_group = host_k_token * page_size;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_layer, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_k_head_in_group, host_k_token * page_size);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_page, host_k_head_group * extent_k_head_group);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_v_head_in_group = host_v_token * page_size;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_page = host_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_layer, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_v_head_in_group, host_v_token * page_size);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_page, host_v_head_group * extent_v_head_group);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
-constexpr i64 page_bytes = host_k_page + host_v_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page);
 
 // k: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_token, device_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: head_group x head_in_group x token x layer runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = extent_k_head_group * extent_k_head_in_group * page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, extent_k_head_group * extent_k_head_in_group * page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -490,9 +490,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: head_group x head_in_group x layer runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = extent_k_head_group * extent_k_head_in_group * layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, extent_k_head_group * extent_k_head_in_group * layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -506,10 +506,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = extent_k_head_group * extent_k_head_in_group * page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, extent_k_head_group * extent_k_head_in_group * page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -522,10 +522,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -537,17 +537,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_token, device_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: head_group x head_in_group x token x layer runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = extent_v_head_group * extent_v_head_in_group * page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, extent_v_head_group * extent_v_head_in_group * page_size * layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -562,9 +562,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: head_group x head_in_group x layer runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = extent_v_head_group * extent_v_head_in_group * layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, extent_v_head_group * extent_v_head_in_group * layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -578,10 +578,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = extent_v_head_group * extent_v_head_in_group * page_size;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, extent_v_head_group * extent_v_head_in_group * page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -594,10 +594,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -620,35 +620,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_v_base = host_k_token * page_size;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_token = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_k_layer = host_v_base + host_v_token * page_size;
-constexpr i64 host_v_layer = host_k_layer;
-constexpr i64 host_k_head_group = host_k_layer * layers;
-constexpr i64 host_v_head_group = host_k_head_group;
-constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
-constexpr i64 host_v_page = host_k_page;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_v_base, host_k_token * page_size);
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_token, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_k_layer, host_v_base + host_v_token * page_size);
+PW_CONSTANT(i64, host_v_layer, host_k_layer);
+PW_CONSTANT(i64, host_k_head_group, host_k_layer * layers);
+PW_CONSTANT(i64, host_v_head_group, host_k_head_group);
+PW_CONSTANT(i64, host_k_page, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_v_page, host_k_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_layer * extent_k_head_group * layers;
+PW_CONSTANT(i64, page_bytes, host_k_layer * extent_k_head_group * layers);
 
 // k: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_token, device_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: head_group x layer x token runs of head_in_group x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group;
-constexpr i64 runs_k_pages = extent_k_head_group * layers * page_size;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_layer));
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group);
+PW_CONSTANT(i64, runs_k_pages, extent_k_head_group * layers * page_size);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(pw::gcd(atom_k_pages, host_k_layer)));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -661,9 +661,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: head_group x layer runs of head_in_group x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group;
-constexpr i64 runs_k_tokens = extent_k_head_group * layers;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_layer));
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group);
+PW_CONSTANT(i64, runs_k_tokens, extent_k_head_group * layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(pw::gcd(atom_k_tokens, host_k_layer)));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -675,10 +675,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: head_group x token runs of head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group;
-constexpr i64 runs_k_layer_pages = extent_k_head_group * page_size;
-constexpr i64 inner_k_layer_pages = page_size;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer));
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group);
+PW_CONSTANT(i64, runs_k_layer_pages, extent_k_head_group * page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, page_size);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer)));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -689,10 +689,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group runs of head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer));
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer)));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -702,17 +702,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_token, device_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: head_group x layer x token runs of head_in_group x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group;
-constexpr i64 runs_v_pages = extent_v_head_group * layers * page_size;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group);
+PW_CONSTANT(i64, runs_v_pages, extent_v_head_group * layers * page_size);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_layer), host_v_base)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -725,9 +725,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: head_group x layer runs of head_in_group x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group;
-constexpr i64 runs_v_tokens = extent_v_head_group * layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group);
+PW_CONSTANT(i64, runs_v_tokens, extent_v_head_group * layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_layer), host_v_base)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -739,10 +739,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: head_group x token runs of head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group;
-constexpr i64 runs_v_layer_pages = extent_v_head_group * page_size;
-constexpr i64 inner_v_layer_pages = page_size;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group);
+PW_CONSTANT(i64, runs_v_layer_pages, extent_v_head_group * page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, page_size);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -753,10 +753,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group runs of head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -777,35 +777,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_v_base = host_k_token * page_size;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_k_page = host_v_base + host_v_token * page_size;
-constexpr i64 host_v_page = host_k_page;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_layer, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_v_base, host_k_token * page_size);
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_layer, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_k_page, host_v_base + host_v_token * page_size);
+PW_CONSTANT(i64, host_v_page, host_k_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_page;
+PW_CONSTANT(i64, page_bytes, host_k_page);
 
 // k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_token = device_k_head_group * extent_k_head_group;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_token, device_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: token x layer runs of head_group x head_in_group x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_page));
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(pw::gcd(atom_k_pages, host_k_page)));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -816,9 +816,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_page));
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(pw::gcd(atom_k_tokens, host_k_page)));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -828,10 +828,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page)));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -840,10 +840,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head_in_group * extent_k_head_group);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page)));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -852,17 +852,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, token, head_group, head_in_group, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_token = device_v_head_group * extent_v_head_group;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_token, device_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: token x layer runs of head_group x head_in_group x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_pages = page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_pages, page_size * layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -873,9 +873,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head_group x head_in_group x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -885,10 +885,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_layer_pages = page_size;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -897,10 +897,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head_group x head_in_group x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head_in_group * extent_v_head_group);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -920,35 +920,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_token, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_k_layer(i64 pages) { return host_k_page * pages; }
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_layer(pages) * layers; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_token, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_page, host_v_token * page_size);
 PW_CONSTEXPR i64 host_v_layer(i64 pages) { return host_v_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_layer(pages) * layers; }
-constexpr i64 page_bytes = host_k_page * layers + host_v_page * layers;
+PW_CONSTANT(i64, page_bytes, host_k_page * layers + host_v_page * layers);
 
 // k: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_in_group = device_k_token * page_size;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_token, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_in_group, device_k_token * page_size);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_page, device_k_head_group * extent_k_head_group);
 
 // k, one page an id: layer x token x head_group x head_in_group runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = layers * page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, layers * page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -963,9 +963,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, layers * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -979,10 +979,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_pages, page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -995,10 +995,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1010,17 +1010,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [layer, page, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_in_group = device_v_token * page_size;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_token, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_in_group, device_v_token * page_size);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_page, device_v_head_group * extent_v_head_group);
 
 // v, one page an id: layer x token x head_group x head_in_group runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = layers * page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, layers * page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1035,9 +1035,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, layers * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1051,10 +1051,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_pages, page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1067,10 +1067,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1093,35 +1093,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_layer, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_layer, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_v_page, host_v_token * page_size);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
-constexpr i64 page_bytes = host_k_page + host_v_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page);
 
 // k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_in_group = device_k_token * page_size;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_token, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_in_group, device_k_token * page_size);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_page, device_k_head_group * extent_k_head_group);
 
 // k, one page an id: token x layer x head_group x head_in_group runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = page_size * layers * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1136,9 +1136,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, layers * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1152,10 +1152,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_pages = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_pages, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1168,10 +1168,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1183,17 +1183,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_in_group = device_v_token * page_size;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_token, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_in_group, device_v_token * page_size);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_page, device_v_head_group * extent_v_head_group);
 
 // v, one page an id: token x layer x head_group x head_in_group runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = page_size * layers * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, page_size * layers * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1208,9 +1208,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, layers * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1224,10 +1224,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_pages = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_pages, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1240,10 +1240,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1266,35 +1266,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_token = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_layer = host_k_token * page_size;
-constexpr i64 host_k_page = host_k_layer * layers;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_token, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_layer, host_k_token * page_size);
+PW_CONSTANT(i64, host_k_page, host_k_layer * layers);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_token = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_layer = host_v_token * page_size;
-constexpr i64 host_v_page = host_v_layer * layers;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_token, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_layer, host_v_token * page_size);
+PW_CONSTANT(i64, host_v_page, host_v_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
-constexpr i64 page_bytes = host_k_page + host_v_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page);
 
 // k: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_in_group = device_k_token * page_size;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_token, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_in_group, device_k_token * page_size);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_page, device_k_head_group * extent_k_head_group);
 
 // k, one page an id: layer x token x head_group x head_in_group runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = layers * page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, layers * page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1309,9 +1309,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, layers * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1325,10 +1325,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_pages, page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1341,10 +1341,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1356,17 +1356,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, layer, token, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_in_group = device_v_token * page_size;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_token, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_in_group, device_v_token * page_size);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_page, device_v_head_group * extent_v_head_group);
 
 // v, one page an id: layer x token x head_group x head_in_group runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = layers * page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, layers * page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1381,9 +1381,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, layers * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1397,10 +1397,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_pages, page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1413,10 +1413,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1439,35 +1439,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_layer = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_k_head_in_group = host_k_token * page_size;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_layer, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_k_head_in_group, host_k_token * page_size);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_page, host_k_head_group * extent_k_head_group);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_layer = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_v_head_in_group = host_v_token * page_size;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_page = host_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_layer, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_v_head_in_group, host_v_token * page_size);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_page, host_v_head_group * extent_v_head_group);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_v_base(pages) + host_v_page * pages; }
-constexpr i64 page_bytes = host_k_page + host_v_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page);
 
 // k: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_in_group = device_k_token * page_size;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_token, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_in_group, device_k_token * page_size);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_page, device_k_head_group * extent_k_head_group);
 
 // k, one page an id: head_group x head_in_group x token x layer runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = extent_k_head_group * extent_k_head_in_group * page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, extent_k_head_group * extent_k_head_in_group * page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -1482,9 +1482,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: head_group x head_in_group x layer runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = extent_k_head_group * extent_k_head_in_group * layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, extent_k_head_group * extent_k_head_in_group * layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1498,10 +1498,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = extent_k_head_group * extent_k_head_in_group * page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, extent_k_head_group * extent_k_head_in_group * page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -1514,10 +1514,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1529,17 +1529,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, head_group, head_in_group, token, layer, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_in_group = device_v_token * page_size;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_token, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_in_group, device_v_token * page_size);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_page, device_v_head_group * extent_v_head_group);
 
 // v, one page an id: head_group x head_in_group x token x layer runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = extent_v_head_group * extent_v_head_in_group * page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, extent_v_head_group * extent_v_head_in_group * page_size * layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -1554,9 +1554,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: head_group x head_in_group x layer runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = extent_v_head_group * extent_v_head_in_group * layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, extent_v_head_group * extent_v_head_in_group * layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1570,10 +1570,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: head_group x head_in_group x token runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = extent_v_head_group * extent_v_head_in_group * page_size;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, extent_v_head_group * extent_v_head_in_group * page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run % pw::divisor(page_size);
@@ -1586,10 +1586,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1612,35 +1612,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_v_base = host_k_token * page_size;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_token = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_k_layer = host_v_base + host_v_token * page_size;
-constexpr i64 host_v_layer = host_k_layer;
-constexpr i64 host_k_head_group = host_k_layer * layers;
-constexpr i64 host_v_head_group = host_k_head_group;
-constexpr i64 host_k_page = host_k_head_group * extent_k_head_group;
-constexpr i64 host_v_page = host_k_page;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_v_base, host_k_token * page_size);
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_token, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_k_layer, host_v_base + host_v_token * page_size);
+PW_CONSTANT(i64, host_v_layer, host_k_layer);
+PW_CONSTANT(i64, host_k_head_group, host_k_layer * layers);
+PW_CONSTANT(i64, host_v_head_group, host_k_head_group);
+PW_CONSTANT(i64, host_k_page, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_v_page, host_k_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_layer * extent_k_head_group * layers;
+PW_CONSTANT(i64, page_bytes, host_k_layer * extent_k_head_group * layers);
 
 // k: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_in_group = device_k_token * page_size;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_token, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_in_group, device_k_token * page_size);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_page, device_k_head_group * extent_k_head_group);
 
 // k, one page an id: head_group x layer x token x head_in_group runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = extent_k_head_group * layers * page_size * extent_k_head_in_group;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_layer));
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, extent_k_head_group * layers * page_size * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(pw::gcd(atom_k_pages, host_k_layer)));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1655,9 +1655,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: head_group x layer x head_in_group runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = extent_k_head_group * layers * extent_k_head_in_group;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_layer));
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, extent_k_head_group * layers * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(pw::gcd(atom_k_tokens, host_k_layer)));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1671,10 +1671,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: head_group x token x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = extent_k_head_group * page_size * extent_k_head_in_group;
-constexpr i64 inner_k_layer_pages = page_size * extent_k_head_in_group;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer));
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, extent_k_head_group * page_size * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_pages, page_size * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_layer)));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1687,10 +1687,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = extent_k_head_in_group;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer));
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_layer)));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1702,17 +1702,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, head_group, layer, token, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_in_group = device_v_token * page_size;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_token, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_in_group, device_v_token * page_size);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_page, device_v_head_group * extent_v_head_group);
 
 // v, one page an id: head_group x layer x token x head_in_group runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = extent_v_head_group * layers * page_size * extent_v_head_in_group;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, extent_v_head_group * layers * page_size * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_layer), host_v_base)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1727,9 +1727,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: head_group x layer x head_in_group runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = extent_v_head_group * layers * extent_v_head_in_group;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, extent_v_head_group * layers * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_layer), host_v_base)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1743,10 +1743,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: head_group x token x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = extent_v_head_group * page_size * extent_v_head_in_group;
-constexpr i64 inner_v_layer_pages = page_size * extent_v_head_in_group;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, extent_v_head_group * page_size * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_pages, page_size * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_layer), host_v_base)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1759,10 +1759,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = extent_v_head_in_group;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_layer), host_v_base)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1785,35 +1785,35 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head_in_group = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_head_group = host_k_head_in_group * extent_k_head_in_group;
-constexpr i64 host_k_layer = host_k_head_group * extent_k_head_group;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_v_base = host_k_token * page_size;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head_in_group = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_head_group = host_v_head_in_group * extent_v_head_in_group;
-constexpr i64 host_v_layer = host_v_head_group * extent_v_head_group;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_k_page = host_v_base + host_v_token * page_size;
-constexpr i64 host_v_page = host_k_page;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head_in_group, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_head_group, host_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, host_k_layer, host_k_head_group * extent_k_head_group);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_v_base, host_k_token * page_size);
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head_in_group, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_head_group, host_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, host_v_layer, host_v_head_group * extent_v_head_group);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_k_page, host_v_base + host_v_token * page_size);
+PW_CONSTANT(i64, host_v_page, host_k_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_page;
+PW_CONSTANT(i64, page_bytes, host_k_page);
 
 // k: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_token = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_head_in_group = device_k_token * page_size;
-constexpr i64 device_k_head_group = device_k_head_in_group * extent_k_head_in_group;
-constexpr i64 device_k_page = device_k_head_group * extent_k_head_group;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_token, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_head_in_group, device_k_token * page_size);
+PW_CONSTANT(i64, device_k_head_group, device_k_head_in_group * extent_k_head_in_group);
+PW_CONSTANT(i64, device_k_page, device_k_head_group * extent_k_head_group);
 
 // k, one page an id: token x layer x head_group x head_in_group runs of dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_pages = page_size * layers * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_page));
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(pw::gcd(atom_k_pages, host_k_page)));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1828,9 +1828,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_tokens = layers * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_page));
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_tokens, layers * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(pw::gcd(atom_k_tokens, host_k_page)));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1844,10 +1844,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_pages = page_size * extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_pages = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size * extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_pages, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page)));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_k_head_in_group);
@@ -1860,10 +1860,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim;
-constexpr i64 runs_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 inner_k_layer_tokens = extent_k_head_group * extent_k_head_in_group;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, runs_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, inner_k_layer_tokens, extent_k_head_group * extent_k_head_in_group);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page)));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1875,17 +1875,17 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, token, layer, head_group, head_in_group, dim], device [layer] [page, head_group, head_in_group, token, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_token = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_head_in_group = device_v_token * page_size;
-constexpr i64 device_v_head_group = device_v_head_in_group * extent_v_head_in_group;
-constexpr i64 device_v_page = device_v_head_group * extent_v_head_group;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_token, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_head_in_group, device_v_token * page_size);
+PW_CONSTANT(i64, device_v_head_group, device_v_head_in_group * extent_v_head_in_group);
+PW_CONSTANT(i64, device_v_page, device_v_head_group * extent_v_head_group);
 
 // v, one page an id: token x layer x head_group x head_in_group runs of dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_pages = page_size * layers * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_pages, page_size * layers * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1900,9 +1900,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer x head_group x head_in_group runs of dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_tokens = layers * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_tokens, layers * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -1916,10 +1916,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token x head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_pages = page_size * extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_pages = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size * extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_pages, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 head_in_group = run % pw::divisor(extent_v_head_in_group);
@@ -1932,10 +1932,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: head_group x head_in_group runs of dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim;
-constexpr i64 runs_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 inner_v_layer_tokens = extent_v_head_group * extent_v_head_in_group;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, runs_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, inner_v_layer_tokens, extent_v_head_group * extent_v_head_in_group);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);

@@ -5,26 +5,26 @@
 namespace mha_mxfp8 {
 
 // Given at compile time.
-constexpr i64 heads = PW_heads;
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 v_head_dim = PW_v_head_dim;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_kv = PW_itemsize_kv;
-constexpr i64 itemsize_scale = PW_itemsize_scale;
+PW_CONSTANT(i64, heads, PW_heads);
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, v_head_dim, PW_v_head_dim);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_kv, PW_itemsize_kv);
+PW_CONSTANT(i64, itemsize_scale, PW_itemsize_scale);
 
-constexpr i64 extent_k_head = heads;
-constexpr i64 extent_k_dim = head_dim;
-constexpr i64 extent_v_head = heads;
-constexpr i64 extent_v_dim = v_head_dim;
-constexpr i64 extent_k_scale_head = heads;
-constexpr i64 extent_k_scale_lane = 32;
-constexpr i64 extent_k_scale_tile = pw::floor_div(page_size, 32);
-constexpr i64 extent_k_scale_block = pw::floor_div(head_dim, 32);
-constexpr i64 extent_v_scale_head = heads;
-constexpr i64 extent_v_scale_lane = 32;
-constexpr i64 extent_v_scale_tile = pw::floor_div(page_size, 32);
-constexpr i64 extent_v_scale_block = pw::floor_div(v_head_dim, 32);
+PW_CONSTANT(i64, extent_k_head, heads);
+PW_CONSTANT(i64, extent_k_dim, head_dim);
+PW_CONSTANT(i64, extent_v_head, heads);
+PW_CONSTANT(i64, extent_v_dim, v_head_dim);
+PW_CONSTANT(i64, extent_k_scale_head, heads);
+PW_CONSTANT(i64, extent_k_scale_lane, 32);
+PW_CONSTANT(i64, extent_k_scale_tile, pw::floor_div(page_size, 32));
+PW_CONSTANT(i64, extent_k_scale_block, pw::floor_div(head_dim, 32));
+PW_CONSTANT(i64, extent_v_scale_head, heads);
+PW_CONSTANT(i64, extent_v_scale_lane, 32);
+PW_CONSTANT(i64, extent_v_scale_tile, pw::floor_div(page_size, 32));
+PW_CONSTANT(i64, extent_v_scale_block, pw::floor_div(v_head_dim, 32));
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -36,46 +36,46 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_token = host_k_head * extent_k_head;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_token, host_k_head * extent_k_head);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_k_layer(i64 pages) { return host_k_page * pages; }
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_layer(pages) * layers; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_token = host_v_head * extent_v_head;
-constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_token, host_v_head * extent_v_head);
+PW_CONSTANT(i64, host_v_page, host_v_token * page_size);
 PW_CONSTEXPR i64 host_v_layer(i64 pages) { return host_v_page * pages; }
 PW_CONSTEXPR i64 host_k_scale_base(i64 pages) { return pw::align_up(host_v_base(pages) + host_v_layer(pages) * layers, itemsize_scale); }
-constexpr i64 host_k_scale_block = itemsize_scale;
-constexpr i64 host_k_scale_tile = itemsize_scale * extent_k_scale_block;
-constexpr i64 host_k_scale_lane = host_k_scale_tile * extent_k_scale_tile;
-constexpr i64 host_k_scale_head = host_k_scale_lane * extent_k_scale_lane;
-constexpr i64 host_k_scale_page = host_k_scale_head * extent_k_scale_head;
+PW_CONSTANT(i64, host_k_scale_block, itemsize_scale);
+PW_CONSTANT(i64, host_k_scale_tile, itemsize_scale * extent_k_scale_block);
+PW_CONSTANT(i64, host_k_scale_lane, host_k_scale_tile * extent_k_scale_tile);
+PW_CONSTANT(i64, host_k_scale_head, host_k_scale_lane * extent_k_scale_lane);
+PW_CONSTANT(i64, host_k_scale_page, host_k_scale_head * extent_k_scale_head);
 PW_CONSTEXPR i64 host_k_scale_layer(i64 pages) { return host_k_scale_page * pages; }
 PW_CONSTEXPR i64 host_v_scale_base(i64 pages) { return pw::align_up(host_k_scale_base(pages) + host_k_scale_layer(pages) * layers, itemsize_scale); }
-constexpr i64 host_v_scale_block = itemsize_scale;
-constexpr i64 host_v_scale_tile = itemsize_scale * extent_v_scale_block;
-constexpr i64 host_v_scale_lane = host_v_scale_tile * extent_v_scale_tile;
-constexpr i64 host_v_scale_head = host_v_scale_lane * extent_v_scale_lane;
-constexpr i64 host_v_scale_page = host_v_scale_head * extent_v_scale_head;
+PW_CONSTANT(i64, host_v_scale_block, itemsize_scale);
+PW_CONSTANT(i64, host_v_scale_tile, itemsize_scale * extent_v_scale_block);
+PW_CONSTANT(i64, host_v_scale_lane, host_v_scale_tile * extent_v_scale_tile);
+PW_CONSTANT(i64, host_v_scale_head, host_v_scale_lane * extent_v_scale_lane);
+PW_CONSTANT(i64, host_v_scale_page, host_v_scale_head * extent_v_scale_head);
 PW_CONSTEXPR i64 host_v_scale_layer(i64 pages) { return host_v_scale_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_v_scale_base(pages) + host_v_scale_layer(pages) * layers, pw::most(itemsize_kv, itemsize_scale)); }
-constexpr i64 page_bytes = host_k_page * layers + host_v_page * layers + host_k_scale_page * layers + host_v_scale_page * layers;
+PW_CONSTANT(i64, page_bytes, host_k_page * layers + host_v_page * layers + host_k_scale_page * layers + host_v_scale_page * layers);
 
 // k: host [layer, page, token, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_token = device_k_head * extent_k_head;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_token, device_k_head * extent_k_head);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: layer runs of token x head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 runs_k_pages = layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head * page_size);
+PW_CONSTANT(i64, runs_k_pages, layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -84,9 +84,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -96,10 +96,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head * page_size;
-constexpr i64 runs_k_layer_pages = 1;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head * page_size);
+PW_CONSTANT(i64, runs_k_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k + layer] + device_page * device_k_page,
@@ -107,10 +107,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -119,16 +119,16 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [layer, page, token, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_token = device_v_head * extent_v_head;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_token, device_v_head * extent_v_head);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: layer runs of token x head x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 runs_v_pages = layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head * page_size);
+PW_CONSTANT(i64, runs_v_pages, layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page * layers)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -137,9 +137,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page * layers)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -149,10 +149,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: 1 runs of token x head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head * page_size;
-constexpr i64 runs_v_layer_pages = 1;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head * page_size);
+PW_CONSTANT(i64, runs_v_layer_pages, 1);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page * layers)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v + layer] + device_page * device_v_page,
@@ -160,10 +160,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page * layers)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -172,17 +172,17 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // k_scale: host [layer, page, head, lane, tile, block], device [layer] [page, head, lane, tile, block]
-constexpr i64 table_k_scale = layers + layers;
-constexpr i64 device_k_scale_block = itemsize_scale;
-constexpr i64 device_k_scale_tile = itemsize_scale * extent_k_scale_block;
-constexpr i64 device_k_scale_lane = device_k_scale_tile * extent_k_scale_tile;
-constexpr i64 device_k_scale_head = device_k_scale_lane * extent_k_scale_lane;
-constexpr i64 device_k_scale_page = device_k_scale_head * extent_k_scale_head;
+PW_CONSTANT(i64, table_k_scale, layers + layers);
+PW_CONSTANT(i64, device_k_scale_block, itemsize_scale);
+PW_CONSTANT(i64, device_k_scale_tile, itemsize_scale * extent_k_scale_block);
+PW_CONSTANT(i64, device_k_scale_lane, device_k_scale_tile * extent_k_scale_tile);
+PW_CONSTANT(i64, device_k_scale_head, device_k_scale_lane * extent_k_scale_lane);
+PW_CONSTANT(i64, device_k_scale_page, device_k_scale_head * extent_k_scale_head);
 
 // k_scale, one page an id: layer runs of head x lane x tile x block
-constexpr i64 atom_k_scale_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
-constexpr i64 runs_k_scale_pages = layers;
-constexpr i64 vector_k_scale_pages = pw::vector_width(pw::gcd(atom_k_scale_pages, pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale)));
+PW_CONSTANT(i64, atom_k_scale_pages, itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head);
+PW_CONSTANT(i64, runs_k_scale_pages, layers);
+PW_CONSTANT(i64, vector_k_scale_pages, pw::vector_width(pw::gcd(atom_k_scale_pages, pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale))));
 PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -191,10 +191,10 @@ PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
 }
 
 // k_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_scale_layer_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
-constexpr i64 runs_k_scale_layer_pages = 1;
-constexpr i64 inner_k_scale_layer_pages = 1;
-constexpr i64 vector_k_scale_layer_pages = pw::vector_width(pw::gcd(atom_k_scale_layer_pages, pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale)));
+PW_CONSTANT(i64, atom_k_scale_layer_pages, itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head);
+PW_CONSTANT(i64, runs_k_scale_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_scale_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_scale_layer_pages, pw::vector_width(pw::gcd(atom_k_scale_layer_pages, pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale))));
 PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k_scale + layer] + device_page * device_k_scale_page,
@@ -202,17 +202,17 @@ PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, 
 }
 
 // v_scale: host [layer, page, head, lane, tile, block], device [layer] [page, head, lane, tile, block]
-constexpr i64 table_v_scale = layers + layers + layers;
-constexpr i64 device_v_scale_block = itemsize_scale;
-constexpr i64 device_v_scale_tile = itemsize_scale * extent_v_scale_block;
-constexpr i64 device_v_scale_lane = device_v_scale_tile * extent_v_scale_tile;
-constexpr i64 device_v_scale_head = device_v_scale_lane * extent_v_scale_lane;
-constexpr i64 device_v_scale_page = device_v_scale_head * extent_v_scale_head;
+PW_CONSTANT(i64, table_v_scale, layers + layers + layers);
+PW_CONSTANT(i64, device_v_scale_block, itemsize_scale);
+PW_CONSTANT(i64, device_v_scale_tile, itemsize_scale * extent_v_scale_block);
+PW_CONSTANT(i64, device_v_scale_lane, device_v_scale_tile * extent_v_scale_tile);
+PW_CONSTANT(i64, device_v_scale_head, device_v_scale_lane * extent_v_scale_lane);
+PW_CONSTANT(i64, device_v_scale_page, device_v_scale_head * extent_v_scale_head);
 
 // v_scale, one page an id: layer runs of head x lane x tile x block
-constexpr i64 atom_v_scale_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
-constexpr i64 runs_v_scale_pages = layers;
-constexpr i64 vector_v_scale_pages = pw::vector_width(pw::gcd(atom_v_scale_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale), host_k_scale_page * layers), itemsize_scale)));
+PW_CONSTANT(i64, atom_v_scale_pages, itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head);
+PW_CONSTANT(i64, runs_v_scale_pages, layers);
+PW_CONSTANT(i64, vector_v_scale_pages, pw::vector_width(pw::gcd(atom_v_scale_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale), host_k_scale_page * layers), itemsize_scale))));
 PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -221,10 +221,10 @@ PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
 }
 
 // v_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_scale_layer_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
-constexpr i64 runs_v_scale_layer_pages = 1;
-constexpr i64 inner_v_scale_layer_pages = 1;
-constexpr i64 vector_v_scale_layer_pages = pw::vector_width(pw::gcd(atom_v_scale_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale), host_k_scale_page * layers), itemsize_scale)));
+PW_CONSTANT(i64, atom_v_scale_layer_pages, itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head);
+PW_CONSTANT(i64, runs_v_scale_layer_pages, 1);
+PW_CONSTANT(i64, inner_v_scale_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_scale_layer_pages, pw::vector_width(pw::gcd(atom_v_scale_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page * layers, host_v_page * layers), itemsize_scale), host_k_scale_page * layers), itemsize_scale))));
 PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v_scale + layer] + device_page * device_v_scale_page,
@@ -243,46 +243,46 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_layer = host_k_head * extent_k_head;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_k_page = host_k_token * page_size;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_layer, host_k_head * extent_k_head);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_k_page, host_k_token * page_size);
 PW_CONSTEXPR i64 host_v_base(i64 pages) { return host_k_page * pages; }
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_layer = host_v_head * extent_v_head;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_v_page = host_v_token * page_size;
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_layer, host_v_head * extent_v_head);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_v_page, host_v_token * page_size);
 PW_CONSTEXPR i64 host_k_scale_base(i64 pages) { return pw::align_up(host_v_base(pages) + host_v_page * pages, itemsize_scale); }
-constexpr i64 host_k_scale_block = itemsize_scale;
-constexpr i64 host_k_scale_tile = itemsize_scale * extent_k_scale_block;
-constexpr i64 host_k_scale_lane = host_k_scale_tile * extent_k_scale_tile;
-constexpr i64 host_k_scale_head = host_k_scale_lane * extent_k_scale_lane;
-constexpr i64 host_k_scale_layer = host_k_scale_head * extent_k_scale_head;
-constexpr i64 host_k_scale_page = host_k_scale_layer * layers;
+PW_CONSTANT(i64, host_k_scale_block, itemsize_scale);
+PW_CONSTANT(i64, host_k_scale_tile, itemsize_scale * extent_k_scale_block);
+PW_CONSTANT(i64, host_k_scale_lane, host_k_scale_tile * extent_k_scale_tile);
+PW_CONSTANT(i64, host_k_scale_head, host_k_scale_lane * extent_k_scale_lane);
+PW_CONSTANT(i64, host_k_scale_layer, host_k_scale_head * extent_k_scale_head);
+PW_CONSTANT(i64, host_k_scale_page, host_k_scale_layer * layers);
 PW_CONSTEXPR i64 host_v_scale_base(i64 pages) { return pw::align_up(host_k_scale_base(pages) + host_k_scale_page * pages, itemsize_scale); }
-constexpr i64 host_v_scale_block = itemsize_scale;
-constexpr i64 host_v_scale_tile = itemsize_scale * extent_v_scale_block;
-constexpr i64 host_v_scale_lane = host_v_scale_tile * extent_v_scale_tile;
-constexpr i64 host_v_scale_head = host_v_scale_lane * extent_v_scale_lane;
-constexpr i64 host_v_scale_layer = host_v_scale_head * extent_v_scale_head;
-constexpr i64 host_v_scale_page = host_v_scale_layer * layers;
+PW_CONSTANT(i64, host_v_scale_block, itemsize_scale);
+PW_CONSTANT(i64, host_v_scale_tile, itemsize_scale * extent_v_scale_block);
+PW_CONSTANT(i64, host_v_scale_lane, host_v_scale_tile * extent_v_scale_tile);
+PW_CONSTANT(i64, host_v_scale_head, host_v_scale_lane * extent_v_scale_lane);
+PW_CONSTANT(i64, host_v_scale_layer, host_v_scale_head * extent_v_scale_head);
+PW_CONSTANT(i64, host_v_scale_page, host_v_scale_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return pw::align_up(host_v_scale_base(pages) + host_v_scale_page * pages, pw::most(itemsize_kv, itemsize_scale)); }
-constexpr i64 page_bytes = host_k_page + host_v_page + host_k_scale_page + host_v_scale_page;
+PW_CONSTANT(i64, page_bytes, host_k_page + host_v_page + host_k_scale_page + host_v_scale_page);
 
 // k: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_token = device_k_head * extent_k_head;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_token, device_k_head * extent_k_head);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: token x layer runs of head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(atom_k_pages);
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(atom_k_pages));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -293,9 +293,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(atom_k_tokens);
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(atom_k_tokens));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -305,10 +305,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(atom_k_layer_pages);
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(atom_k_layer_pages));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -317,10 +317,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(atom_k_layer_tokens);
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(atom_k_layer_tokens));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -329,16 +329,16 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_token = device_v_head * extent_v_head;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_token, device_v_head * extent_v_head);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: token x layer runs of head x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_pages = page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(atom_v_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_pages, page_size * layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(atom_v_pages, host_k_page)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -349,9 +349,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(atom_v_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(atom_v_tokens, host_k_page)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -361,10 +361,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_layer_pages = page_size;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(atom_v_layer_pages, host_k_page)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -373,10 +373,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(atom_v_layer_tokens, host_k_page)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -385,17 +385,17 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // k_scale: host [page, layer, head, lane, tile, block], device [layer] [page, head, lane, tile, block]
-constexpr i64 table_k_scale = layers + layers;
-constexpr i64 device_k_scale_block = itemsize_scale;
-constexpr i64 device_k_scale_tile = itemsize_scale * extent_k_scale_block;
-constexpr i64 device_k_scale_lane = device_k_scale_tile * extent_k_scale_tile;
-constexpr i64 device_k_scale_head = device_k_scale_lane * extent_k_scale_lane;
-constexpr i64 device_k_scale_page = device_k_scale_head * extent_k_scale_head;
+PW_CONSTANT(i64, table_k_scale, layers + layers);
+PW_CONSTANT(i64, device_k_scale_block, itemsize_scale);
+PW_CONSTANT(i64, device_k_scale_tile, itemsize_scale * extent_k_scale_block);
+PW_CONSTANT(i64, device_k_scale_lane, device_k_scale_tile * extent_k_scale_tile);
+PW_CONSTANT(i64, device_k_scale_head, device_k_scale_lane * extent_k_scale_lane);
+PW_CONSTANT(i64, device_k_scale_page, device_k_scale_head * extent_k_scale_head);
 
 // k_scale, one page an id: layer runs of head x lane x tile x block
-constexpr i64 atom_k_scale_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
-constexpr i64 runs_k_scale_pages = layers;
-constexpr i64 vector_k_scale_pages = pw::vector_width(pw::gcd(atom_k_scale_pages, pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale)));
+PW_CONSTANT(i64, atom_k_scale_pages, itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head);
+PW_CONSTANT(i64, runs_k_scale_pages, layers);
+PW_CONSTANT(i64, vector_k_scale_pages, pw::vector_width(pw::gcd(atom_k_scale_pages, pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale))));
 PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -404,10 +404,10 @@ PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
 }
 
 // k_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_scale_layer_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
-constexpr i64 runs_k_scale_layer_pages = 1;
-constexpr i64 inner_k_scale_layer_pages = 1;
-constexpr i64 vector_k_scale_layer_pages = pw::vector_width(pw::gcd(atom_k_scale_layer_pages, pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale)));
+PW_CONSTANT(i64, atom_k_scale_layer_pages, itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head);
+PW_CONSTANT(i64, runs_k_scale_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_scale_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_scale_layer_pages, pw::vector_width(pw::gcd(atom_k_scale_layer_pages, pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale))));
 PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k_scale + layer] + device_page * device_k_scale_page,
@@ -415,17 +415,17 @@ PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, 
 }
 
 // v_scale: host [page, layer, head, lane, tile, block], device [layer] [page, head, lane, tile, block]
-constexpr i64 table_v_scale = layers + layers + layers;
-constexpr i64 device_v_scale_block = itemsize_scale;
-constexpr i64 device_v_scale_tile = itemsize_scale * extent_v_scale_block;
-constexpr i64 device_v_scale_lane = device_v_scale_tile * extent_v_scale_tile;
-constexpr i64 device_v_scale_head = device_v_scale_lane * extent_v_scale_lane;
-constexpr i64 device_v_scale_page = device_v_scale_head * extent_v_scale_head;
+PW_CONSTANT(i64, table_v_scale, layers + layers + layers);
+PW_CONSTANT(i64, device_v_scale_block, itemsize_scale);
+PW_CONSTANT(i64, device_v_scale_tile, itemsize_scale * extent_v_scale_block);
+PW_CONSTANT(i64, device_v_scale_lane, device_v_scale_tile * extent_v_scale_tile);
+PW_CONSTANT(i64, device_v_scale_head, device_v_scale_lane * extent_v_scale_lane);
+PW_CONSTANT(i64, device_v_scale_page, device_v_scale_head * extent_v_scale_head);
 
 // v_scale, one page an id: layer runs of head x lane x tile x block
-constexpr i64 atom_v_scale_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
-constexpr i64 runs_v_scale_pages = layers;
-constexpr i64 vector_v_scale_pages = pw::vector_width(pw::gcd(atom_v_scale_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale), host_k_scale_page), itemsize_scale)));
+PW_CONSTANT(i64, atom_v_scale_pages, itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head);
+PW_CONSTANT(i64, runs_v_scale_pages, layers);
+PW_CONSTANT(i64, vector_v_scale_pages, pw::vector_width(pw::gcd(atom_v_scale_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale), host_k_scale_page), itemsize_scale))));
 PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -434,10 +434,10 @@ PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
 }
 
 // v_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_scale_layer_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
-constexpr i64 runs_v_scale_layer_pages = 1;
-constexpr i64 inner_v_scale_layer_pages = 1;
-constexpr i64 vector_v_scale_layer_pages = pw::vector_width(pw::gcd(atom_v_scale_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale), host_k_scale_page), itemsize_scale)));
+PW_CONSTANT(i64, atom_v_scale_layer_pages, itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head);
+PW_CONSTANT(i64, runs_v_scale_layer_pages, 1);
+PW_CONSTANT(i64, inner_v_scale_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_scale_layer_pages, pw::vector_width(pw::gcd(atom_v_scale_layer_pages, pw::gcd(pw::gcd(pw::gcd(pw::gcd(host_k_page, host_v_page), itemsize_scale), host_k_scale_page), itemsize_scale))));
 PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v_scale + layer] + device_page * device_v_scale_page,
@@ -456,46 +456,46 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_k_base = 0;
-constexpr i64 host_k_dim = itemsize_kv;
-constexpr i64 host_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 host_k_layer = host_k_head * extent_k_head;
-constexpr i64 host_k_token = host_k_layer * layers;
-constexpr i64 host_v_base = host_k_token * page_size;
-constexpr i64 host_v_dim = itemsize_kv;
-constexpr i64 host_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 host_v_layer = host_v_head * extent_v_head;
-constexpr i64 host_v_token = host_v_layer * layers;
-constexpr i64 host_k_scale_base = pw::align_up(host_v_base + host_v_token * page_size, itemsize_scale);
-constexpr i64 host_k_scale_block = itemsize_scale;
-constexpr i64 host_k_scale_tile = itemsize_scale * extent_k_scale_block;
-constexpr i64 host_k_scale_lane = host_k_scale_tile * extent_k_scale_tile;
-constexpr i64 host_k_scale_head = host_k_scale_lane * extent_k_scale_lane;
-constexpr i64 host_k_scale_layer = host_k_scale_head * extent_k_scale_head;
-constexpr i64 host_v_scale_base = pw::align_up(host_k_scale_base + host_k_scale_layer * layers, itemsize_scale);
-constexpr i64 host_v_scale_block = itemsize_scale;
-constexpr i64 host_v_scale_tile = itemsize_scale * extent_v_scale_block;
-constexpr i64 host_v_scale_lane = host_v_scale_tile * extent_v_scale_tile;
-constexpr i64 host_v_scale_head = host_v_scale_lane * extent_v_scale_lane;
-constexpr i64 host_v_scale_layer = host_v_scale_head * extent_v_scale_head;
-constexpr i64 host_k_page = pw::align_up(host_v_scale_base + host_v_scale_layer * layers, pw::most(itemsize_kv, itemsize_scale));
-constexpr i64 host_v_page = host_k_page;
-constexpr i64 host_k_scale_page = host_k_page;
-constexpr i64 host_v_scale_page = host_k_page;
+PW_CONSTANT(i64, host_k_base, 0);
+PW_CONSTANT(i64, host_k_dim, itemsize_kv);
+PW_CONSTANT(i64, host_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, host_k_layer, host_k_head * extent_k_head);
+PW_CONSTANT(i64, host_k_token, host_k_layer * layers);
+PW_CONSTANT(i64, host_v_base, host_k_token * page_size);
+PW_CONSTANT(i64, host_v_dim, itemsize_kv);
+PW_CONSTANT(i64, host_v_head, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, host_v_layer, host_v_head * extent_v_head);
+PW_CONSTANT(i64, host_v_token, host_v_layer * layers);
+PW_CONSTANT(i64, host_k_scale_base, pw::align_up(host_v_base + host_v_token * page_size, itemsize_scale));
+PW_CONSTANT(i64, host_k_scale_block, itemsize_scale);
+PW_CONSTANT(i64, host_k_scale_tile, itemsize_scale * extent_k_scale_block);
+PW_CONSTANT(i64, host_k_scale_lane, host_k_scale_tile * extent_k_scale_tile);
+PW_CONSTANT(i64, host_k_scale_head, host_k_scale_lane * extent_k_scale_lane);
+PW_CONSTANT(i64, host_k_scale_layer, host_k_scale_head * extent_k_scale_head);
+PW_CONSTANT(i64, host_v_scale_base, pw::align_up(host_k_scale_base + host_k_scale_layer * layers, itemsize_scale));
+PW_CONSTANT(i64, host_v_scale_block, itemsize_scale);
+PW_CONSTANT(i64, host_v_scale_tile, itemsize_scale * extent_v_scale_block);
+PW_CONSTANT(i64, host_v_scale_lane, host_v_scale_tile * extent_v_scale_tile);
+PW_CONSTANT(i64, host_v_scale_head, host_v_scale_lane * extent_v_scale_lane);
+PW_CONSTANT(i64, host_v_scale_layer, host_v_scale_head * extent_v_scale_head);
+PW_CONSTANT(i64, host_k_page, pw::align_up(host_v_scale_base + host_v_scale_layer * layers, pw::most(itemsize_kv, itemsize_scale)));
+PW_CONSTANT(i64, host_v_page, host_k_page);
+PW_CONSTANT(i64, host_k_scale_page, host_k_page);
+PW_CONSTANT(i64, host_v_scale_page, host_k_page);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_k_page * pages; }
-constexpr i64 page_bytes = host_k_page;
+PW_CONSTANT(i64, page_bytes, host_k_page);
 
 // k: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_k = 0;
-constexpr i64 device_k_dim = itemsize_kv;
-constexpr i64 device_k_head = itemsize_kv * extent_k_dim;
-constexpr i64 device_k_token = device_k_head * extent_k_head;
-constexpr i64 device_k_page = device_k_token * page_size;
+PW_CONSTANT(i64, table_k, 0);
+PW_CONSTANT(i64, device_k_dim, itemsize_kv);
+PW_CONSTANT(i64, device_k_head, itemsize_kv * extent_k_dim);
+PW_CONSTANT(i64, device_k_token, device_k_head * extent_k_head);
+PW_CONSTANT(i64, device_k_page, device_k_token * page_size);
 
 // k, one page an id: token x layer runs of head x dim
-constexpr i64 atom_k_pages = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_pages = page_size * layers;
-constexpr i64 vector_k_pages = pw::vector_width(pw::gcd(atom_k_pages, host_k_page));
+PW_CONSTANT(i64, atom_k_pages, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_pages, page_size * layers);
+PW_CONSTANT(i64, vector_k_pages, pw::vector_width(pw::gcd(atom_k_pages, host_k_page)));
 PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -506,9 +506,9 @@ PW_FN Run run_k_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one token an id: layer runs of head x dim
-constexpr i64 atom_k_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_tokens = layers;
-constexpr i64 vector_k_tokens = pw::vector_width(pw::gcd(atom_k_tokens, host_k_page));
+PW_CONSTANT(i64, atom_k_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_tokens, layers);
+PW_CONSTANT(i64, vector_k_tokens, pw::vector_width(pw::gcd(atom_k_tokens, host_k_page)));
 PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -518,10 +518,10 @@ PW_FN Run run_k_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // k, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_pages = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_pages = page_size;
-constexpr i64 inner_k_layer_pages = 1;
-constexpr i64 vector_k_layer_pages = pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page));
+PW_CONSTANT(i64, atom_k_layer_pages, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_pages, page_size);
+PW_CONSTANT(i64, inner_k_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_layer_pages, pw::vector_width(pw::gcd(atom_k_layer_pages, host_k_page)));
 PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -530,10 +530,10 @@ PW_FN Run run_k_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // k, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_layer_tokens = itemsize_kv * extent_k_dim * extent_k_head;
-constexpr i64 runs_k_layer_tokens = 1;
-constexpr i64 inner_k_layer_tokens = 1;
-constexpr i64 vector_k_layer_tokens = pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page));
+PW_CONSTANT(i64, atom_k_layer_tokens, itemsize_kv * extent_k_dim * extent_k_head);
+PW_CONSTANT(i64, runs_k_layer_tokens, 1);
+PW_CONSTANT(i64, inner_k_layer_tokens, 1);
+PW_CONSTANT(i64, vector_k_layer_tokens, pw::vector_width(pw::gcd(atom_k_layer_tokens, host_k_page)));
 PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -542,16 +542,16 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // v: host [page, token, layer, head, dim], device [layer] [page, token, head, dim]
-constexpr i64 table_v = layers;
-constexpr i64 device_v_dim = itemsize_kv;
-constexpr i64 device_v_head = itemsize_kv * extent_v_dim;
-constexpr i64 device_v_token = device_v_head * extent_v_head;
-constexpr i64 device_v_page = device_v_token * page_size;
+PW_CONSTANT(i64, table_v, layers);
+PW_CONSTANT(i64, device_v_dim, itemsize_kv);
+PW_CONSTANT(i64, device_v_head, itemsize_kv * extent_v_dim);
+PW_CONSTANT(i64, device_v_token, device_v_head * extent_v_head);
+PW_CONSTANT(i64, device_v_page, device_v_token * page_size);
 
 // v, one page an id: token x layer runs of head x dim
-constexpr i64 atom_v_pages = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_pages = page_size * layers;
-constexpr i64 vector_v_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_pages, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_pages, page_size * layers);
+PW_CONSTANT(i64, vector_v_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_pages, host_k_page), host_v_base)));
 PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -562,9 +562,9 @@ PW_FN Run run_v_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one token an id: layer runs of head x dim
-constexpr i64 atom_v_tokens = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_tokens = layers;
-constexpr i64 vector_v_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_tokens, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_tokens, layers);
+PW_CONSTANT(i64, vector_v_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_tokens, host_k_page), host_v_base)));
 PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -574,10 +574,10 @@ PW_FN Run run_v_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // v, one layer, one page an id: token runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_pages = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_layer_pages = page_size;
-constexpr i64 inner_v_layer_pages = 1;
-constexpr i64 vector_v_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_pages, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_layer_pages, page_size);
+PW_CONSTANT(i64, inner_v_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_pages, host_k_page), host_v_base)));
 PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -586,10 +586,10 @@ PW_FN Run run_v_layer_pages(const View& view, u32 host_id, u32 device_id, u32 la
 }
 
 // v, one layer, one token an id: 1 runs of head x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_layer_tokens = itemsize_kv * extent_v_dim * extent_v_head;
-constexpr i64 runs_v_layer_tokens = 1;
-constexpr i64 inner_v_layer_tokens = 1;
-constexpr i64 vector_v_layer_tokens = pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base));
+PW_CONSTANT(i64, atom_v_layer_tokens, itemsize_kv * extent_v_dim * extent_v_head);
+PW_CONSTANT(i64, runs_v_layer_tokens, 1);
+PW_CONSTANT(i64, inner_v_layer_tokens, 1);
+PW_CONSTANT(i64, vector_v_layer_tokens, pw::vector_width(pw::gcd(pw::gcd(atom_v_layer_tokens, host_k_page), host_v_base)));
 PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -598,17 +598,17 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // k_scale: host [page, layer, head, lane, tile, block], device [layer] [page, head, lane, tile, block]
-constexpr i64 table_k_scale = layers + layers;
-constexpr i64 device_k_scale_block = itemsize_scale;
-constexpr i64 device_k_scale_tile = itemsize_scale * extent_k_scale_block;
-constexpr i64 device_k_scale_lane = device_k_scale_tile * extent_k_scale_tile;
-constexpr i64 device_k_scale_head = device_k_scale_lane * extent_k_scale_lane;
-constexpr i64 device_k_scale_page = device_k_scale_head * extent_k_scale_head;
+PW_CONSTANT(i64, table_k_scale, layers + layers);
+PW_CONSTANT(i64, device_k_scale_block, itemsize_scale);
+PW_CONSTANT(i64, device_k_scale_tile, itemsize_scale * extent_k_scale_block);
+PW_CONSTANT(i64, device_k_scale_lane, device_k_scale_tile * extent_k_scale_tile);
+PW_CONSTANT(i64, device_k_scale_head, device_k_scale_lane * extent_k_scale_lane);
+PW_CONSTANT(i64, device_k_scale_page, device_k_scale_head * extent_k_scale_head);
 
 // k_scale, one page an id: layer runs of head x lane x tile x block
-constexpr i64 atom_k_scale_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
-constexpr i64 runs_k_scale_pages = layers;
-constexpr i64 vector_k_scale_pages = pw::vector_width(pw::gcd(pw::gcd(atom_k_scale_pages, host_k_page), host_k_scale_base));
+PW_CONSTANT(i64, atom_k_scale_pages, itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head);
+PW_CONSTANT(i64, runs_k_scale_pages, layers);
+PW_CONSTANT(i64, vector_k_scale_pages, pw::vector_width(pw::gcd(pw::gcd(atom_k_scale_pages, host_k_page), host_k_scale_base)));
 PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -617,10 +617,10 @@ PW_FN Run run_k_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
 }
 
 // k_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
-constexpr i64 atom_k_scale_layer_pages = itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head;
-constexpr i64 runs_k_scale_layer_pages = 1;
-constexpr i64 inner_k_scale_layer_pages = 1;
-constexpr i64 vector_k_scale_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_k_scale_layer_pages, host_k_page), host_k_scale_base));
+PW_CONSTANT(i64, atom_k_scale_layer_pages, itemsize_scale * extent_k_scale_block * extent_k_scale_tile * extent_k_scale_lane * extent_k_scale_head);
+PW_CONSTANT(i64, runs_k_scale_layer_pages, 1);
+PW_CONSTANT(i64, inner_k_scale_layer_pages, 1);
+PW_CONSTANT(i64, vector_k_scale_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_k_scale_layer_pages, host_k_page), host_k_scale_base)));
 PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_k_scale + layer] + device_page * device_k_scale_page,
@@ -628,17 +628,17 @@ PW_FN Run run_k_scale_layer_pages(const View& view, u32 host_id, u32 device_id, 
 }
 
 // v_scale: host [page, layer, head, lane, tile, block], device [layer] [page, head, lane, tile, block]
-constexpr i64 table_v_scale = layers + layers + layers;
-constexpr i64 device_v_scale_block = itemsize_scale;
-constexpr i64 device_v_scale_tile = itemsize_scale * extent_v_scale_block;
-constexpr i64 device_v_scale_lane = device_v_scale_tile * extent_v_scale_tile;
-constexpr i64 device_v_scale_head = device_v_scale_lane * extent_v_scale_lane;
-constexpr i64 device_v_scale_page = device_v_scale_head * extent_v_scale_head;
+PW_CONSTANT(i64, table_v_scale, layers + layers + layers);
+PW_CONSTANT(i64, device_v_scale_block, itemsize_scale);
+PW_CONSTANT(i64, device_v_scale_tile, itemsize_scale * extent_v_scale_block);
+PW_CONSTANT(i64, device_v_scale_lane, device_v_scale_tile * extent_v_scale_tile);
+PW_CONSTANT(i64, device_v_scale_head, device_v_scale_lane * extent_v_scale_lane);
+PW_CONSTANT(i64, device_v_scale_page, device_v_scale_head * extent_v_scale_head);
 
 // v_scale, one page an id: layer runs of head x lane x tile x block
-constexpr i64 atom_v_scale_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
-constexpr i64 runs_v_scale_pages = layers;
-constexpr i64 vector_v_scale_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_scale_pages, host_k_page), host_v_scale_base));
+PW_CONSTANT(i64, atom_v_scale_pages, itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head);
+PW_CONSTANT(i64, runs_v_scale_pages, layers);
+PW_CONSTANT(i64, vector_v_scale_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_scale_pages, host_k_page), host_v_scale_base)));
 PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -647,10 +647,10 @@ PW_FN Run run_v_scale_pages(const View& view, u32 host_id, u32 device_id, u32 ru
 }
 
 // v_scale, one layer, one page an id: 1 runs of head x lane x tile x block; on the host `inner` of one layer, then of the next
-constexpr i64 atom_v_scale_layer_pages = itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head;
-constexpr i64 runs_v_scale_layer_pages = 1;
-constexpr i64 inner_v_scale_layer_pages = 1;
-constexpr i64 vector_v_scale_layer_pages = pw::vector_width(pw::gcd(pw::gcd(atom_v_scale_layer_pages, host_k_page), host_v_scale_base));
+PW_CONSTANT(i64, atom_v_scale_layer_pages, itemsize_scale * extent_v_scale_block * extent_v_scale_tile * extent_v_scale_lane * extent_v_scale_head);
+PW_CONSTANT(i64, runs_v_scale_layer_pages, 1);
+PW_CONSTANT(i64, inner_v_scale_layer_pages, 1);
+PW_CONSTANT(i64, vector_v_scale_layer_pages, pw::vector_width(pw::gcd(pw::gcd(atom_v_scale_layer_pages, host_k_page), host_v_scale_base)));
 PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_v_scale + layer] + device_page * device_v_scale_page,

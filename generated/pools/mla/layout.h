@@ -5,13 +5,13 @@
 namespace mla {
 
 // Given at compile time.
-constexpr i64 kv_lora_rank = PW_kv_lora_rank;
-constexpr i64 qk_rope_head_dim = PW_qk_rope_head_dim;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_kv = PW_itemsize_kv;
+PW_CONSTANT(i64, kv_lora_rank, PW_kv_lora_rank);
+PW_CONSTANT(i64, qk_rope_head_dim, PW_qk_rope_head_dim);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_kv, PW_itemsize_kv);
 
-constexpr i64 extent_kv_latent = kv_lora_rank + qk_rope_head_dim;
+PW_CONSTANT(i64, extent_kv_latent, kv_lora_rank + qk_rope_head_dim);
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -23,24 +23,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_page = host_kv_token * page_size;
+PW_CONSTANT(i64, host_kv_base, 0);
+PW_CONSTANT(i64, host_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, host_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, host_kv_page, host_kv_token * page_size);
 PW_CONSTEXPR i64 host_kv_layer(i64 pages) { return host_kv_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_layer(pages) * layers; }
-constexpr i64 page_bytes = host_kv_page * layers;
+PW_CONSTANT(i64, page_bytes, host_kv_page * layers);
 
 // kv: host [layer, page, token, latent], device [layer] [page, token, latent]
-constexpr i64 table_kv = 0;
-constexpr i64 device_kv_latent = itemsize_kv;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 device_kv_page = device_kv_token * page_size;
+PW_CONSTANT(i64, table_kv, 0);
+PW_CONSTANT(i64, device_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, device_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, device_kv_page, device_kv_token * page_size);
 
 // kv, one page an id: layer runs of token x latent
-constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 runs_kv_pages = layers;
-constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
+PW_CONSTANT(i64, atom_kv_pages, itemsize_kv * extent_kv_latent * page_size);
+PW_CONSTANT(i64, runs_kv_pages, layers);
+PW_CONSTANT(i64, vector_kv_pages, pw::vector_width(atom_kv_pages));
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -49,9 +49,9 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one token an id: layer runs of latent
-constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
+PW_CONSTANT(i64, atom_kv_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_tokens, layers);
+PW_CONSTANT(i64, vector_kv_tokens, pw::vector_width(atom_kv_tokens));
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -61,10 +61,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: 1 runs of token x latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 runs_kv_layer_pages = 1;
-constexpr i64 inner_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
+PW_CONSTANT(i64, atom_kv_layer_pages, itemsize_kv * extent_kv_latent * page_size);
+PW_CONSTANT(i64, runs_kv_layer_pages, 1);
+PW_CONSTANT(i64, inner_kv_layer_pages, 1);
+PW_CONSTANT(i64, vector_kv_layer_pages, pw::vector_width(atom_kv_layer_pages));
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
@@ -72,10 +72,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 inner_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
+PW_CONSTANT(i64, atom_kv_layer_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_tokens, 1);
+PW_CONSTANT(i64, inner_kv_layer_tokens, 1);
+PW_CONSTANT(i64, vector_kv_layer_tokens, pw::vector_width(atom_kv_layer_tokens));
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -95,24 +95,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_token = host_kv_layer * layers;
-constexpr i64 host_kv_page = host_kv_token * page_size;
+PW_CONSTANT(i64, host_kv_base, 0);
+PW_CONSTANT(i64, host_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, host_kv_layer, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, host_kv_token, host_kv_layer * layers);
+PW_CONSTANT(i64, host_kv_page, host_kv_token * page_size);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
-constexpr i64 page_bytes = host_kv_page;
+PW_CONSTANT(i64, page_bytes, host_kv_page);
 
 // kv: host [page, token, layer, latent], device [layer] [page, token, latent]
-constexpr i64 table_kv = 0;
-constexpr i64 device_kv_latent = itemsize_kv;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 device_kv_page = device_kv_token * page_size;
+PW_CONSTANT(i64, table_kv, 0);
+PW_CONSTANT(i64, device_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, device_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, device_kv_page, device_kv_token * page_size);
 
 // kv, one page an id: token x layer runs of latent
-constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_pages = page_size * layers;
-constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
+PW_CONSTANT(i64, atom_kv_pages, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_pages, page_size * layers);
+PW_CONSTANT(i64, vector_kv_pages, pw::vector_width(atom_kv_pages));
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -123,9 +123,9 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one token an id: layer runs of latent
-constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
+PW_CONSTANT(i64, atom_kv_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_tokens, layers);
+PW_CONSTANT(i64, vector_kv_tokens, pw::vector_width(atom_kv_tokens));
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -135,10 +135,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: token runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_pages = page_size;
-constexpr i64 inner_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
+PW_CONSTANT(i64, atom_kv_layer_pages, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_pages, page_size);
+PW_CONSTANT(i64, inner_kv_layer_pages, 1);
+PW_CONSTANT(i64, vector_kv_layer_pages, pw::vector_width(atom_kv_layer_pages));
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -147,10 +147,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 inner_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
+PW_CONSTANT(i64, atom_kv_layer_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_tokens, 1);
+PW_CONSTANT(i64, inner_kv_layer_tokens, 1);
+PW_CONSTANT(i64, vector_kv_layer_tokens, pw::vector_width(atom_kv_layer_tokens));
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -170,24 +170,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_layer = host_kv_token * page_size;
-constexpr i64 host_kv_page = host_kv_layer * layers;
+PW_CONSTANT(i64, host_kv_base, 0);
+PW_CONSTANT(i64, host_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, host_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, host_kv_layer, host_kv_token * page_size);
+PW_CONSTANT(i64, host_kv_page, host_kv_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
-constexpr i64 page_bytes = host_kv_page;
+PW_CONSTANT(i64, page_bytes, host_kv_page);
 
 // kv: host [page, layer, token, latent], device [layer] [page, token, latent]
-constexpr i64 table_kv = 0;
-constexpr i64 device_kv_latent = itemsize_kv;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 device_kv_page = device_kv_token * page_size;
+PW_CONSTANT(i64, table_kv, 0);
+PW_CONSTANT(i64, device_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, device_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, device_kv_page, device_kv_token * page_size);
 
 // kv, one page an id: layer runs of token x latent
-constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 runs_kv_pages = layers;
-constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
+PW_CONSTANT(i64, atom_kv_pages, itemsize_kv * extent_kv_latent * page_size);
+PW_CONSTANT(i64, runs_kv_pages, layers);
+PW_CONSTANT(i64, vector_kv_pages, pw::vector_width(atom_kv_pages));
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -196,9 +196,9 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one token an id: layer runs of latent
-constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
+PW_CONSTANT(i64, atom_kv_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_tokens, layers);
+PW_CONSTANT(i64, vector_kv_tokens, pw::vector_width(atom_kv_tokens));
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -208,10 +208,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: 1 runs of token x latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 runs_kv_layer_pages = 1;
-constexpr i64 inner_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
+PW_CONSTANT(i64, atom_kv_layer_pages, itemsize_kv * extent_kv_latent * page_size);
+PW_CONSTANT(i64, runs_kv_layer_pages, 1);
+PW_CONSTANT(i64, inner_kv_layer_pages, 1);
+PW_CONSTANT(i64, vector_kv_layer_pages, pw::vector_width(atom_kv_layer_pages));
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
@@ -219,10 +219,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 inner_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
+PW_CONSTANT(i64, atom_kv_layer_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_tokens, 1);
+PW_CONSTANT(i64, inner_kv_layer_tokens, 1);
+PW_CONSTANT(i64, vector_kv_layer_tokens, pw::vector_width(atom_kv_layer_tokens));
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -242,24 +242,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 host_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_layer = host_kv_token * page_size;
-constexpr i64 host_kv_page = host_kv_layer * layers;
+PW_CONSTANT(i64, host_kv_base, 0);
+PW_CONSTANT(i64, host_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, host_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, host_kv_layer, host_kv_token * page_size);
+PW_CONSTANT(i64, host_kv_page, host_kv_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
-constexpr i64 page_bytes = host_kv_page;
+PW_CONSTANT(i64, page_bytes, host_kv_page);
 
 // kv: host [page, layer, token, latent], device [layer] [page, token, latent]
-constexpr i64 table_kv = 0;
-constexpr i64 device_kv_latent = itemsize_kv;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 device_kv_page = device_kv_token * page_size;
+PW_CONSTANT(i64, table_kv, 0);
+PW_CONSTANT(i64, device_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, device_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, device_kv_page, device_kv_token * page_size);
 
 // kv, one page an id: layer runs of token x latent
-constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 runs_kv_pages = layers;
-constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
+PW_CONSTANT(i64, atom_kv_pages, itemsize_kv * extent_kv_latent * page_size);
+PW_CONSTANT(i64, runs_kv_pages, layers);
+PW_CONSTANT(i64, vector_kv_pages, pw::vector_width(atom_kv_pages));
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -268,9 +268,9 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one token an id: layer runs of latent
-constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
+PW_CONSTANT(i64, atom_kv_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_tokens, layers);
+PW_CONSTANT(i64, vector_kv_tokens, pw::vector_width(atom_kv_tokens));
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -280,10 +280,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: 1 runs of token x latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent * page_size;
-constexpr i64 runs_kv_layer_pages = 1;
-constexpr i64 inner_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
+PW_CONSTANT(i64, atom_kv_layer_pages, itemsize_kv * extent_kv_latent * page_size);
+PW_CONSTANT(i64, runs_kv_layer_pages, 1);
+PW_CONSTANT(i64, inner_kv_layer_pages, 1);
+PW_CONSTANT(i64, vector_kv_layer_pages, pw::vector_width(atom_kv_layer_pages));
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_kv + layer] + device_page * device_kv_page,
@@ -291,10 +291,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 inner_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
+PW_CONSTANT(i64, atom_kv_layer_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_tokens, 1);
+PW_CONSTANT(i64, inner_kv_layer_tokens, 1);
+PW_CONSTANT(i64, vector_kv_layer_tokens, pw::vector_width(atom_kv_layer_tokens));
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -314,24 +314,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_kv_base = 0;
-constexpr i64 host_kv_latent = itemsize_kv;
-constexpr i64 host_kv_layer = itemsize_kv * extent_kv_latent;
-constexpr i64 host_kv_token = host_kv_layer * layers;
-constexpr i64 host_kv_page = host_kv_token * page_size;
+PW_CONSTANT(i64, host_kv_base, 0);
+PW_CONSTANT(i64, host_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, host_kv_layer, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, host_kv_token, host_kv_layer * layers);
+PW_CONSTANT(i64, host_kv_page, host_kv_token * page_size);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_kv_page * pages; }
-constexpr i64 page_bytes = host_kv_page;
+PW_CONSTANT(i64, page_bytes, host_kv_page);
 
 // kv: host [page, token, layer, latent], device [layer] [page, token, latent]
-constexpr i64 table_kv = 0;
-constexpr i64 device_kv_latent = itemsize_kv;
-constexpr i64 device_kv_token = itemsize_kv * extent_kv_latent;
-constexpr i64 device_kv_page = device_kv_token * page_size;
+PW_CONSTANT(i64, table_kv, 0);
+PW_CONSTANT(i64, device_kv_latent, itemsize_kv);
+PW_CONSTANT(i64, device_kv_token, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, device_kv_page, device_kv_token * page_size);
 
 // kv, one page an id: token x layer runs of latent
-constexpr i64 atom_kv_pages = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_pages = page_size * layers;
-constexpr i64 vector_kv_pages = pw::vector_width(atom_kv_pages);
+PW_CONSTANT(i64, atom_kv_pages, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_pages, page_size * layers);
+PW_CONSTANT(i64, vector_kv_pages, pw::vector_width(atom_kv_pages));
 PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -342,9 +342,9 @@ PW_FN Run run_kv_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one token an id: layer runs of latent
-constexpr i64 atom_kv_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_tokens = layers;
-constexpr i64 vector_kv_tokens = pw::vector_width(atom_kv_tokens);
+PW_CONSTANT(i64, atom_kv_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_tokens, layers);
+PW_CONSTANT(i64, vector_kv_tokens, pw::vector_width(atom_kv_tokens));
 PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -354,10 +354,10 @@ PW_FN Run run_kv_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // kv, one layer, one page an id: token runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_pages = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_pages = page_size;
-constexpr i64 inner_kv_layer_pages = 1;
-constexpr i64 vector_kv_layer_pages = pw::vector_width(atom_kv_layer_pages);
+PW_CONSTANT(i64, atom_kv_layer_pages, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_pages, page_size);
+PW_CONSTANT(i64, inner_kv_layer_pages, 1);
+PW_CONSTANT(i64, vector_kv_layer_pages, pw::vector_width(atom_kv_layer_pages));
 PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -366,10 +366,10 @@ PW_FN Run run_kv_layer_pages(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 // kv, one layer, one token an id: 1 runs of latent; on the host `inner` of one layer, then of the next
-constexpr i64 atom_kv_layer_tokens = itemsize_kv * extent_kv_latent;
-constexpr i64 runs_kv_layer_tokens = 1;
-constexpr i64 inner_kv_layer_tokens = 1;
-constexpr i64 vector_kv_layer_tokens = pw::vector_width(atom_kv_layer_tokens);
+PW_CONSTANT(i64, atom_kv_layer_tokens, itemsize_kv * extent_kv_latent);
+PW_CONSTANT(i64, runs_kv_layer_tokens, 1);
+PW_CONSTANT(i64, inner_kv_layer_tokens, 1);
+PW_CONSTANT(i64, vector_kv_layer_tokens, pw::vector_width(atom_kv_layer_tokens));
 PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);

@@ -5,17 +5,17 @@
 namespace mla_fp8 {
 
 // Given at compile time.
-constexpr i64 kv_lora_rank = PW_kv_lora_rank;
-constexpr i64 qk_rope_head_dim = PW_qk_rope_head_dim;
-constexpr i64 block = PW_block;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
+PW_CONSTANT(i64, kv_lora_rank, PW_kv_lora_rank);
+PW_CONSTANT(i64, qk_rope_head_dim, PW_qk_rope_head_dim);
+PW_CONSTANT(i64, block, PW_block);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
 
-constexpr i64 extent_latent_value = kv_lora_rank;
-constexpr i64 extent_scale_block = pw::ceil_div(kv_lora_rank, block);
-constexpr i64 extent_rope_value = qk_rope_head_dim;
-constexpr i64 align_rope = 1 + pw::least(extent_rope_value, 1);
-constexpr i64 extent_row_row = pw::align_up(pw::align_up(pw::align_up(extent_latent_value, 4) + 4 * extent_scale_block, align_rope) + 2 * extent_rope_value, pw::most(4, align_rope));
+PW_CONSTANT(i64, extent_latent_value, kv_lora_rank);
+PW_CONSTANT(i64, extent_scale_block, pw::ceil_div(kv_lora_rank, block));
+PW_CONSTANT(i64, extent_rope_value, qk_rope_head_dim);
+PW_CONSTANT(i64, align_rope, 1 + pw::least(extent_rope_value, 1));
+PW_CONSTANT(i64, extent_row_row, pw::align_up(pw::align_up(pw::align_up(extent_latent_value, 4) + 4 * extent_scale_block, align_rope) + 2 * extent_rope_value, pw::most(4, align_rope)));
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -27,24 +27,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_token = extent_row_row;
-constexpr i64 host_row_page = extent_row_row * page_size;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_token, extent_row_row);
+PW_CONSTANT(i64, host_row_page, extent_row_row * page_size);
 PW_CONSTEXPR i64 host_row_layer(i64 pages) { return host_row_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_layer(pages) * layers; }
-constexpr i64 page_bytes = host_row_page * layers;
+PW_CONSTANT(i64, page_bytes, host_row_page * layers);
 
 // row: host [layer, page, token, row], device [layer] [page, token, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_token = extent_row_row;
-constexpr i64 device_row_page = extent_row_row * page_size;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_token, extent_row_row);
+PW_CONSTANT(i64, device_row_page, extent_row_row * page_size);
 
 // row, one page an id: layer runs of token x row
-constexpr i64 atom_row_pages = extent_row_row * page_size;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row * page_size);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -53,9 +53,9 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one token an id: layer runs of row
-constexpr i64 atom_row_tokens = extent_row_row;
-constexpr i64 runs_row_tokens = layers;
-constexpr i64 vector_row_tokens = pw::vector_width(atom_row_tokens);
+PW_CONSTANT(i64, atom_row_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_tokens, layers);
+PW_CONSTANT(i64, vector_row_tokens, pw::vector_width(atom_row_tokens));
 PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -65,10 +65,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // row, one layer, one page an id: 1 runs of token x row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row * page_size;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row * page_size);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -76,10 +76,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 // row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_tokens = extent_row_row;
-constexpr i64 runs_row_layer_tokens = 1;
-constexpr i64 inner_row_layer_tokens = 1;
-constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
+PW_CONSTANT(i64, atom_row_layer_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_tokens, 1);
+PW_CONSTANT(i64, inner_row_layer_tokens, 1);
+PW_CONSTANT(i64, vector_row_layer_tokens, pw::vector_width(atom_row_layer_tokens));
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -99,24 +99,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_layer = extent_row_row;
-constexpr i64 host_row_token = extent_row_row * layers;
-constexpr i64 host_row_page = host_row_token * page_size;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_layer, extent_row_row);
+PW_CONSTANT(i64, host_row_token, extent_row_row * layers);
+PW_CONSTANT(i64, host_row_page, host_row_token * page_size);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, token, layer, row], device [layer] [page, token, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_token = extent_row_row;
-constexpr i64 device_row_page = extent_row_row * page_size;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_token, extent_row_row);
+PW_CONSTANT(i64, device_row_page, extent_row_row * page_size);
 
 // row, one page an id: token x layer runs of row
-constexpr i64 atom_row_pages = extent_row_row;
-constexpr i64 runs_row_pages = page_size * layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_pages, page_size * layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run % pw::divisor(layers);
@@ -127,9 +127,9 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one token an id: layer runs of row
-constexpr i64 atom_row_tokens = extent_row_row;
-constexpr i64 runs_row_tokens = layers;
-constexpr i64 vector_row_tokens = pw::vector_width(atom_row_tokens);
+PW_CONSTANT(i64, atom_row_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_tokens, layers);
+PW_CONSTANT(i64, vector_row_tokens, pw::vector_width(atom_row_tokens));
 PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -139,10 +139,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // row, one layer, one page an id: token runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row;
-constexpr i64 runs_row_layer_pages = page_size;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_pages, page_size);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 token = run;
@@ -151,10 +151,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 // row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_tokens = extent_row_row;
-constexpr i64 runs_row_layer_tokens = 1;
-constexpr i64 inner_row_layer_tokens = 1;
-constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
+PW_CONSTANT(i64, atom_row_layer_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_tokens, 1);
+PW_CONSTANT(i64, inner_row_layer_tokens, 1);
+PW_CONSTANT(i64, vector_row_layer_tokens, pw::vector_width(atom_row_layer_tokens));
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -174,24 +174,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_token = extent_row_row;
-constexpr i64 host_row_layer = extent_row_row * page_size;
-constexpr i64 host_row_page = host_row_layer * layers;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_token, extent_row_row);
+PW_CONSTANT(i64, host_row_layer, extent_row_row * page_size);
+PW_CONSTANT(i64, host_row_page, host_row_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, layer, token, row], device [layer] [page, token, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_token = extent_row_row;
-constexpr i64 device_row_page = extent_row_row * page_size;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_token, extent_row_row);
+PW_CONSTANT(i64, device_row_page, extent_row_row * page_size);
 
 // row, one page an id: layer runs of token x row
-constexpr i64 atom_row_pages = extent_row_row * page_size;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row * page_size);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -200,9 +200,9 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one token an id: layer runs of row
-constexpr i64 atom_row_tokens = extent_row_row;
-constexpr i64 runs_row_tokens = layers;
-constexpr i64 vector_row_tokens = pw::vector_width(atom_row_tokens);
+PW_CONSTANT(i64, atom_row_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_tokens, layers);
+PW_CONSTANT(i64, vector_row_tokens, pw::vector_width(atom_row_tokens));
 PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -212,10 +212,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // row, one layer, one page an id: 1 runs of token x row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row * page_size;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row * page_size);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -223,10 +223,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 // row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_tokens = extent_row_row;
-constexpr i64 runs_row_layer_tokens = 1;
-constexpr i64 inner_row_layer_tokens = 1;
-constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
+PW_CONSTANT(i64, atom_row_layer_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_tokens, 1);
+PW_CONSTANT(i64, inner_row_layer_tokens, 1);
+PW_CONSTANT(i64, vector_row_layer_tokens, pw::vector_width(atom_row_layer_tokens));
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -246,24 +246,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_row_base = 0;
-constexpr i64 host_row_row = 1;
-constexpr i64 host_row_token = extent_row_row;
-constexpr i64 host_row_layer = extent_row_row * page_size;
-constexpr i64 host_row_page = host_row_layer * layers;
+PW_CONSTANT(i64, host_row_base, 0);
+PW_CONSTANT(i64, host_row_row, 1);
+PW_CONSTANT(i64, host_row_token, extent_row_row);
+PW_CONSTANT(i64, host_row_layer, extent_row_row * page_size);
+PW_CONSTANT(i64, host_row_page, host_row_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_row_page * pages; }
-constexpr i64 page_bytes = host_row_page;
+PW_CONSTANT(i64, page_bytes, host_row_page);
 
 // row: host [page, layer, token, row], device [layer] [page, token, row]
-constexpr i64 table_row = 0;
-constexpr i64 device_row_row = 1;
-constexpr i64 device_row_token = extent_row_row;
-constexpr i64 device_row_page = extent_row_row * page_size;
+PW_CONSTANT(i64, table_row, 0);
+PW_CONSTANT(i64, device_row_row, 1);
+PW_CONSTANT(i64, device_row_token, extent_row_row);
+PW_CONSTANT(i64, device_row_page, extent_row_row * page_size);
 
 // row, one page an id: layer runs of token x row
-constexpr i64 atom_row_pages = extent_row_row * page_size;
-constexpr i64 runs_row_pages = layers;
-constexpr i64 vector_row_pages = pw::vector_width(atom_row_pages);
+PW_CONSTANT(i64, atom_row_pages, extent_row_row * page_size);
+PW_CONSTANT(i64, runs_row_pages, layers);
+PW_CONSTANT(i64, vector_row_pages, pw::vector_width(atom_row_pages));
 PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -272,9 +272,9 @@ PW_FN Run run_row_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // row, one token an id: layer runs of row
-constexpr i64 atom_row_tokens = extent_row_row;
-constexpr i64 runs_row_tokens = layers;
-constexpr i64 vector_row_tokens = pw::vector_width(atom_row_tokens);
+PW_CONSTANT(i64, atom_row_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_tokens, layers);
+PW_CONSTANT(i64, vector_row_tokens, pw::vector_width(atom_row_tokens));
 PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);
@@ -284,10 +284,10 @@ PW_FN Run run_row_tokens(const View& view, u32 host_id, u32 device_id, u32 run) 
 }
 
 // row, one layer, one page an id: 1 runs of token x row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_pages = extent_row_row * page_size;
-constexpr i64 runs_row_layer_pages = 1;
-constexpr i64 inner_row_layer_pages = 1;
-constexpr i64 vector_row_layer_pages = pw::vector_width(atom_row_layer_pages);
+PW_CONSTANT(i64, atom_row_layer_pages, extent_row_row * page_size);
+PW_CONSTANT(i64, runs_row_layer_pages, 1);
+PW_CONSTANT(i64, inner_row_layer_pages, 1);
+PW_CONSTANT(i64, vector_row_layer_pages, pw::vector_width(atom_row_layer_pages));
 PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_row + layer] + device_page * device_row_page,
@@ -295,10 +295,10 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 // row, one layer, one token an id: 1 runs of row; on the host `inner` of one layer, then of the next
-constexpr i64 atom_row_layer_tokens = extent_row_row;
-constexpr i64 runs_row_layer_tokens = 1;
-constexpr i64 inner_row_layer_tokens = 1;
-constexpr i64 vector_row_layer_tokens = pw::vector_width(atom_row_layer_tokens);
+PW_CONSTANT(i64, atom_row_layer_tokens, extent_row_row);
+PW_CONSTANT(i64, runs_row_layer_tokens, 1);
+PW_CONSTANT(i64, inner_row_layer_tokens, 1);
+PW_CONSTANT(i64, vector_row_layer_tokens, pw::vector_width(atom_row_layer_tokens));
 PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id / u32(page_size), host_token = host_id % u32(page_size);
   const u32 device_page = device_id / u32(page_size), device_token = device_id % u32(page_size);

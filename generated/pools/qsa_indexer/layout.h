@@ -5,14 +5,14 @@
 namespace qsa_indexer {
 
 // Given at compile time.
-constexpr i64 head_dim = PW_head_dim;
-constexpr i64 ratio = PW_ratio;
-constexpr i64 page_size = PW_page_size;
-constexpr i64 layers = PW_layers;
-constexpr i64 itemsize_key = PW_itemsize_key;
+PW_CONSTANT(i64, head_dim, PW_head_dim);
+PW_CONSTANT(i64, ratio, PW_ratio);
+PW_CONSTANT(i64, page_size, PW_page_size);
+PW_CONSTANT(i64, layers, PW_layers);
+PW_CONSTANT(i64, itemsize_key, PW_itemsize_key);
 
-constexpr i64 extent_key_entry = pw::floor_div(page_size, ratio);
-constexpr i64 extent_key_dim = head_dim;
+PW_CONSTANT(i64, extent_key_entry, pw::floor_div(page_size, ratio));
+PW_CONSTANT(i64, extent_key_dim, head_dim);
 
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
@@ -24,24 +24,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_key_base = 0;
-constexpr i64 host_key_dim = itemsize_key;
-constexpr i64 host_key_entry = itemsize_key * extent_key_dim;
-constexpr i64 host_key_page = host_key_entry * extent_key_entry;
+PW_CONSTANT(i64, host_key_base, 0);
+PW_CONSTANT(i64, host_key_dim, itemsize_key);
+PW_CONSTANT(i64, host_key_entry, itemsize_key * extent_key_dim);
+PW_CONSTANT(i64, host_key_page, host_key_entry * extent_key_entry);
 PW_CONSTEXPR i64 host_key_layer(i64 pages) { return host_key_page * pages; }
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_key_layer(pages) * layers; }
-constexpr i64 page_bytes = host_key_page * layers;
+PW_CONSTANT(i64, page_bytes, host_key_page * layers);
 
 // key: host [layer, page, entry, dim], device [layer] [page, entry, dim]
-constexpr i64 table_key = 0;
-constexpr i64 device_key_dim = itemsize_key;
-constexpr i64 device_key_entry = itemsize_key * extent_key_dim;
-constexpr i64 device_key_page = device_key_entry * extent_key_entry;
+PW_CONSTANT(i64, table_key, 0);
+PW_CONSTANT(i64, device_key_dim, itemsize_key);
+PW_CONSTANT(i64, device_key_entry, itemsize_key * extent_key_dim);
+PW_CONSTANT(i64, device_key_page, device_key_entry * extent_key_entry);
 
 // key, one page an id: layer runs of entry x dim
-constexpr i64 atom_key_pages = itemsize_key * extent_key_dim * extent_key_entry;
-constexpr i64 runs_key_pages = layers;
-constexpr i64 vector_key_pages = pw::vector_width(atom_key_pages);
+PW_CONSTANT(i64, atom_key_pages, itemsize_key * extent_key_dim * extent_key_entry);
+PW_CONSTANT(i64, runs_key_pages, layers);
+PW_CONSTANT(i64, vector_key_pages, pw::vector_width(atom_key_pages));
 PW_FN Run run_key_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -50,10 +50,10 @@ PW_FN Run run_key_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // key, one layer, one page an id: 1 runs of entry x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_key_layer_pages = itemsize_key * extent_key_dim * extent_key_entry;
-constexpr i64 runs_key_layer_pages = 1;
-constexpr i64 inner_key_layer_pages = 1;
-constexpr i64 vector_key_layer_pages = pw::vector_width(atom_key_layer_pages);
+PW_CONSTANT(i64, atom_key_layer_pages, itemsize_key * extent_key_dim * extent_key_entry);
+PW_CONSTANT(i64, runs_key_layer_pages, 1);
+PW_CONSTANT(i64, inner_key_layer_pages, 1);
+PW_CONSTANT(i64, vector_key_layer_pages, pw::vector_width(atom_key_layer_pages));
 PW_FN Run run_key_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_key + layer] + device_page * device_key_page,
@@ -72,24 +72,24 @@ struct View {
 };
 
 // Host bytes: where each component starts, and from one index of an axis to the next.
-constexpr i64 host_key_base = 0;
-constexpr i64 host_key_dim = itemsize_key;
-constexpr i64 host_key_entry = itemsize_key * extent_key_dim;
-constexpr i64 host_key_layer = host_key_entry * extent_key_entry;
-constexpr i64 host_key_page = host_key_layer * layers;
+PW_CONSTANT(i64, host_key_base, 0);
+PW_CONSTANT(i64, host_key_dim, itemsize_key);
+PW_CONSTANT(i64, host_key_entry, itemsize_key * extent_key_dim);
+PW_CONSTANT(i64, host_key_layer, host_key_entry * extent_key_entry);
+PW_CONSTANT(i64, host_key_page, host_key_layer * layers);
 PW_CONSTEXPR i64 host_bytes(i64 pages) { return host_key_page * pages; }
-constexpr i64 page_bytes = host_key_page;
+PW_CONSTANT(i64, page_bytes, host_key_page);
 
 // key: host [page, layer, entry, dim], device [layer] [page, entry, dim]
-constexpr i64 table_key = 0;
-constexpr i64 device_key_dim = itemsize_key;
-constexpr i64 device_key_entry = itemsize_key * extent_key_dim;
-constexpr i64 device_key_page = device_key_entry * extent_key_entry;
+PW_CONSTANT(i64, table_key, 0);
+PW_CONSTANT(i64, device_key_dim, itemsize_key);
+PW_CONSTANT(i64, device_key_entry, itemsize_key * extent_key_dim);
+PW_CONSTANT(i64, device_key_page, device_key_entry * extent_key_entry);
 
 // key, one page an id: layer runs of entry x dim
-constexpr i64 atom_key_pages = itemsize_key * extent_key_dim * extent_key_entry;
-constexpr i64 runs_key_pages = layers;
-constexpr i64 vector_key_pages = pw::vector_width(atom_key_pages);
+PW_CONSTANT(i64, atom_key_pages, itemsize_key * extent_key_dim * extent_key_entry);
+PW_CONSTANT(i64, runs_key_pages, layers);
+PW_CONSTANT(i64, vector_key_pages, pw::vector_width(atom_key_pages));
 PW_FN Run run_key_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
   const u32 host_page = host_id, device_page = device_id;
   const u32 layer = run;
@@ -98,10 +98,10 @@ PW_FN Run run_key_pages(const View& view, u32 host_id, u32 device_id, u32 run) {
 }
 
 // key, one layer, one page an id: 1 runs of entry x dim; on the host `inner` of one layer, then of the next
-constexpr i64 atom_key_layer_pages = itemsize_key * extent_key_dim * extent_key_entry;
-constexpr i64 runs_key_layer_pages = 1;
-constexpr i64 inner_key_layer_pages = 1;
-constexpr i64 vector_key_layer_pages = pw::vector_width(atom_key_layer_pages);
+PW_CONSTANT(i64, atom_key_layer_pages, itemsize_key * extent_key_dim * extent_key_entry);
+PW_CONSTANT(i64, runs_key_layer_pages, 1);
+PW_CONSTANT(i64, inner_key_layer_pages, 1);
+PW_CONSTANT(i64, vector_key_layer_pages, pw::vector_width(atom_key_layer_pages));
 PW_FN Run run_key_layer_pages(const View& view, u32 host_id, u32 device_id, u32 layer, u32) {
   const u32 host_page = host_id, device_page = device_id;
   return {(char*)view.tensors[table_key + layer] + device_page * device_key_page,

@@ -28,6 +28,15 @@ typedef long long i64;
 #define PW_ALIGN 16
 #endif
 
+// A named number of a namespace. As a constant CUDA would keep it as a variable of every module, used or not, and the
+// driver takes 5 us to load one: hundreds of them would be most of what loading a pool's kernels takes.
+#if defined(PW_CONSTANT)  // as a benchmark has it
+#elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define PW_CONSTANT(type, name, value) enum : type { name = value }
+#else
+#define PW_CONSTANT(type, name, value) [[maybe_unused]] constexpr type name = value
+#endif
+
 namespace pw {
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -63,9 +72,11 @@ template <i64 bytes> using Vector = typename vector_of<bytes>::type;
 // Loads a thread has in flight before it stores: a read over the link takes about a microsecond.
 // Where layers are counted it has fewer and there are more blocks: none is far behind when a layer ends.
 #ifdef PW_IN_FLIGHT
-static constexpr u32 in_flight = PW_IN_FLIGHT, in_flight_by_layer = PW_IN_FLIGHT;
+PW_CONSTANT(u32, in_flight, PW_IN_FLIGHT);
+PW_CONSTANT(u32, in_flight_by_layer, PW_IN_FLIGHT);
 #else
-static constexpr u32 in_flight = 8, in_flight_by_layer = 4;
+PW_CONSTANT(u32, in_flight, 8);
+PW_CONSTANT(u32, in_flight_by_layer, 4);
 #endif
 
 // One run that is contiguous on both sides.
@@ -100,7 +111,7 @@ PW_FN u32 number(const u32* at) { return *at; }
 #endif
 
 // An id that stands for nothing: checks on the device put it where they found a wrong one.
-static constexpr u32 skipped = 0xffffffffu;
+PW_CONSTANT(u32, skipped, 0xffffffffu);
 
 // Page ids of one launch, in pairs.
 struct PageIds {
