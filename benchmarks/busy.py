@@ -65,12 +65,19 @@ class Figure:
     slowdowns: tuple[float, ...]
 
 
+ONE_BY_ONE = "staged, one by one"
+
 Way = Callable[[Any], Any]
 """Submits one transfer behind a stream and makes that stream wait for it."""
 
 
-def ways(rig: Rig, direction: str, host: torch.Tensor, device: torch.Tensor) -> Iterator[tuple[str, Way]]:
-    """Everything that is compared: a plain copy, our paths, SGLang's kernels."""
+def ways(
+    rig: Rig, direction: str, host: torch.Tensor, device: torch.Tensor, front: Any = None
+) -> Iterator[tuple[str, Way]]:
+    """Everything that is compared: a plain copy, our paths, SGLang's kernels.
+
+    Transfers begin behind stream `front`, which has no more work once all may start; None: one by one.
+    """
     total = len(host) * rig.shape.page_bytes
     there = torch.empty(total, dtype=torch.uint8, device="cuda")
     here = torch.empty(total, dtype=torch.uint8, pin_memory=True)
@@ -82,12 +89,14 @@ def ways(rig: Rig, direction: str, host: torch.Tensor, device: torch.Tensor) -> 
         "background": {"qos": "background"},
         "zero_copy": {"path": "zero_copy"},
         "staged": {"path": "staged"},
+        ONE_BY_ONE: {"path": "staged"},
     }
     for name, more in tries.items():
 
-        def submit(stream: Any, more: dict[str, str] = more) -> None:
+        def submit(stream: Any, name: str = name, more: dict[str, str] = more) -> None:
             move = getattr(rig.pool, direction)
-            move(host, device, unit="page", **{given: stream}, **more).wait(stream)
+            behind = stream if front is None or name == ONE_BY_ONE else front
+            move(host, device, unit="page", **{given: behind}, **more).wait(stream)
 
         yield name, submit
     if sglang_peer.available():
@@ -109,7 +118,7 @@ class Window:
     """Runs things side by side and reads the clock of the device."""
 
     def __init__(self) -> None:
-        self.busy, self.side, self.other = (torch.cuda.Stream() for _ in range(3))
+        self.busy, self.side, self.other, self.front = (torch.cuda.Stream() for _ in range(4))
         self._a = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
         self._b = torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
         self._c = torch.empty(SIDE, SIDE, device="cuda", dtype=torch.bfloat16)
@@ -124,6 +133,7 @@ class Window:
         with torch.cuda.stream(self.busy):
             torch.cuda._sleep(COVER)
             start.record()
+        self.front.wait_event(start)
         marks = []
         for stream, way, times in lanes:
             stream.wait_event(start)
@@ -151,7 +161,7 @@ def beside(window: Window, shape: Shape, direction: str, pages: int, repeats: in
     quiet = window.run((window.busy, window.gemm, GEMMS))[0]
     length = quiet.marks[-1] - quiet.marks[0]
     times = max(3, round(0.8 * length * FAST / total))
-    tried = dict(ways(rig, direction, host, device))
+    tried = dict(ways(rig, direction, host, device, window.front))
     speeds: dict[str, list[float]] = {name: [] for name in tried}
     slowed: dict[str, list[float]] = {name: [] for name in tried}
     for turn in range(repeats + 1):
@@ -176,11 +186,11 @@ def both_ways(window: Window, shape: Shape, pages: int, repeats: int) -> Iterato
     """Write-back and load at once, of different pages; `speed` is the sum."""
     rig = Rig(shape, 2 * pages, "cuda:0")
     host, device = rig.lists(2 * pages, "scattered")
-    out = dict(ways(rig, "write_back", host[:pages], device[:pages]))
-    inward = dict(ways(rig, "load", host[pages:], device[pages:]))
+    out = dict(ways(rig, "write_back", host[:pages], device[:pages], window.front))
+    inward = dict(ways(rig, "load", host[pages:], device[pages:], window.front))
     total = pages * shape.page_bytes
     times = max(3, round(0.1 * FAST / total))
-    names = [name for name in out if name in inward and not name.startswith("sglang")]
+    names = [name for name in out if name in inward and not name.startswith("sglang") and name != ONE_BY_ONE]
     speeds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats + 1):
         for name in names:
