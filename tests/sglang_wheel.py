@@ -21,8 +21,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
+WHEEL = "sglang==0.5.23"
 VARIABLE = "POOLWRIGHT_SGLANG"
 KEPT = ROOT / "build" / "sglang-0.5.23"
 PARTS = (
@@ -58,29 +58,32 @@ def wheel_folder() -> Path:
     if not (folder / REAL[0].replace(".", "/")).with_suffix(".py").is_file():
         raise RuntimeError(
             f"{folder} holds no sglang/srt/environ.py: have {VARIABLE} name a folder with the unpacked wheel"
-            " (pip download --no-deps sglang==0.5.23, then unzip)"
+            f" (pip download --no-deps {WHEEL}, then unzip)"
         )
     return folder
 
 
 def _fetch(folder: Path) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        builder = importlib.import_module("sglang_build")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        if not builder.download(builder.SGLANG, "3.11", Path(place)):
+        if not _download(Path(place)):
             raise RuntimeError(
-                f"pip cannot download {builder.SGLANG}: give it a package index, or have {VARIABLE} name a"
-                f" folder with the unpacked wheel (pip download --no-deps {builder.SGLANG}, then unzip)"
+                f"pip cannot download {WHEEL}: give it a package index, or have {VARIABLE} name a folder"
+                f" with the unpacked wheel (pip download --no-deps {WHEEL}, then unzip)"
             )
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = [each for each in archive.namelist() if each.endswith(".py") and each.startswith(PARTS)]
             archive.extractall(Path(place) / "unpacked", names)
         (Path(place) / "unpacked").rename(folder)
+
+
+def _download(folder: Path) -> bool:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return bool(importlib.import_module("sglang_build").download(WHEEL, "3.11", folder))
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
 
 
 class Stub(types.ModuleType):
@@ -178,7 +181,7 @@ class Devices:
         return self.Stream(self.driver.current_stream())
 
 
-def _given(devices: Devices) -> dict[str, dict[str, Any]]:
+def _given(devices: Any) -> dict[str, dict[str, Any]]:
     """What stubs have that the modules under test call."""
 
     def no(*_: Any) -> bool:
@@ -204,9 +207,9 @@ def page_hashes(tokens: Sequence[int], last_hash: str | None = None, *, page_siz
 
 
 class Engine:
-    """The wheel's modules: ``engine("mem_cache.l2_transfer")``. `devices.driver` is theirs."""
+    """The wheel's modules: ``engine("mem_cache.l2_transfer")``. `devices` is their module of a device."""
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, devices: Any) -> None:
         self.devices = devices
 
     def __call__(self, name: str) -> Any:
@@ -214,9 +217,12 @@ class Engine:
 
 
 @contextmanager
-def engine(folder: Path) -> Iterator[Engine]:
-    """The wheel's modules, importable as long as this lasts. Nothing of it stays behind."""
-    devices = Devices()
+def engine(folder: Path, devices: Any = None) -> Iterator[Engine]:
+    """The wheel's modules, importable as long as this lasts. Nothing of it stays behind.
+
+    `devices`: such as ``torch.cuda``; left out, one over a driver that is set later.
+    """
+    devices = Devices() if devices is None else devices
     finder = Finder(folder, _given(devices))
     before = {name for name in sys.modules if name.partition(".")[0] == "sglang"}
     if before:

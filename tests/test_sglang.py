@@ -87,6 +87,22 @@ def ids(*pages: int) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
+# ---- the wheel --------------------------------------------------------------------------------
+
+
+def test_a_wheel_that_is_not_there_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sglang_wheel.VARIABLE, str(tmp_path))
+    asked = r"have POOLWRIGHT_SGLANG name a folder with the unpacked wheel \(pip download --no-deps sglang=="
+    with pytest.raises(RuntimeError, match=asked):
+        sglang_wheel.wheel_folder()
+    monkeypatch.delenv(sglang_wheel.VARIABLE)
+    monkeypatch.setattr(sglang_wheel, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(sglang_wheel, "_download", lambda folder: False)
+    with pytest.raises(RuntimeError, match=rf"pip cannot download sglang==0.5.23: .*{asked}"):
+        sglang_wheel.wheel_folder()
+    assert not (tmp_path / "kept").exists()
+
+
 # ---- signatures -------------------------------------------------------------------------------
 
 
@@ -165,6 +181,7 @@ class Life:
     pools: Mapping[str, HiCachePool]
     numbers: int  # layers that the engine counts
     follows: Mapping[str, str] = field(default_factory=dict)
+    on_device: bool = False  # where the ids of device rows lie
 
     def __post_init__(self) -> None:
         self.driver = next(iter(self.worlds.values())).driver
@@ -191,12 +208,18 @@ class Life:
         self, moves: Mapping[str, tuple[Sequence[int], Sequence[int]]], host: Mapping[str, torch.Tensor]
     ) -> list[Any]:
         made = self.engine("mem_cache.l2_transfer").L2Transfer
+        rows: dict[str, torch.Tensor] = {}
+        for name, (_, pages) in moves.items():
+            owner, tokens = self.owners[name], self.worlds[name].tokens(pages)
+            if owner in rows and pages == moves[owner][1]:  # the engine hands the same list on
+                rows[name] = rows[owner]
+            elif self.on_device:
+                rows[name] = self.worlds[name].device_ids(tokens, self.driver.caller)
+            else:
+                rows[name] = torch.tensor(tokens)
         return [
-            made(
-                *(self.pools[name], SimpleNamespace(), host[name]),
-                *(torch.tensor(self.worlds[name].tokens(device)), self.mapper(name)),
-            )
-            for name, (_, device) in moves.items()
+            made(self.pools[name], SimpleNamespace(), host[name], rows[name], self.mapper(name))
+            for name in moves
         ]
 
     def stream(self) -> Any:
@@ -260,12 +283,14 @@ class Life:
 
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("on_device", [False, True], ids=["ids on the CPU", "ids on the device"])
 @pytest.mark.parametrize("config", CONFIGS, ids=[config.label for config in CONFIGS])
 def test_pages_go_out_and_come_back_layer_by_layer(
-    config: Config, choose: Callable[[int], int], engine: sglang_wheel.Engine
+    config: Config, on_device: bool, choose: Callable[[int], int], engine: sglang_wheel.Engine
 ) -> None:
     made = world(config, choose)
-    life = Life(engine, {"kv": made}, {"kv": host_pool(made.pool)}, max(config.layers) + 1)
+    pools, layers = {"kv": host_pool(made.pool)}, max(config.layers) + 1
+    life = Life(engine, {"kv": made}, pools, layers, on_device=on_device)
     life.run({"kv": ((1, 6, 2), (7, 3, 4))})
     life.run({"kv": ((7,), (5,))})
     life.check()
@@ -284,9 +309,11 @@ MOVES: dict[str, list[dict[str, tuple[Sequence[int], Sequence[int]]]]] = {
 
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("on_device", [False, True], ids=["ids on the CPU", "ids on the device"])
 @pytest.mark.parametrize("config", GROUPS, ids=[config.label for config in GROUPS])
 def test_pools_of_a_group_go_out_and_come_back(
     config: GroupConfig,
+    on_device: bool,
     choose: Callable[[int], int],
     engine: sglang_wheel.Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -296,7 +323,8 @@ def test_pools_of_a_group_go_out_and_come_back(
     for call in calls:
         counted(made.group, call, calls, monkeypatch)
     layers = {layer for each in made.worlds.values() for layer in each.config.layers}
-    life = Life(engine, made.worlds, host_pools(made.group), max(layers) + 1, config.follows)
+    pools = host_pools(made.group)
+    life = Life(engine, made.worlds, pools, max(layers) + 1, config.follows, on_device)
     for moves in MOVES[config.label]:
         life.run(moves)
     life.check()
