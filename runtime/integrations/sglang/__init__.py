@@ -6,6 +6,7 @@ into the engine's ``PoolEntry`` and ``HostPoolGroup``, its ``L2TransferEngine`` 
 
 from __future__ import annotations
 
-from poolwright.runtime.integrations.sglang.host_pool import HiCachePool, host_pool, host_pools
+from poolwright.runtime.integrations.sglang.adapt import host_pool, host_pools
+from poolwright.runtime.integrations.sglang.host_pool import HiCachePool
 
 __all__ = ["HiCachePool", "host_pool", "host_pools"]
