@@ -110,24 +110,26 @@ class Rounds:
         order = torch.randperm(2 * pages)
         self.source, self.target = (self._tokens(each) for each in (order[:pages], order[pages:]))
         self.host = self._tokens(torch.randperm(pages))
-        if backend == "kernel":  # where the engine puts ids
+        self.loaded = self.host
+        if backend == "kernel":  # where the engine puts ids: those of a load's host pages are read back
             self.source, self.target = self.source.to(device), self.target.to(device)
+            self.loaded = self.host.to(device) if together else self.host
         self.times: list[tuple[float, ...]] = []
 
     @staticmethod
     def _tokens(pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
 
-    def transfers(self, pools: Mapping[str, Any], device: torch.Tensor) -> list[Any]:
+    def transfers(self, pools: Mapping[str, Any], host: torch.Tensor, device: torch.Tensor) -> list[Any]:
         made = self.engine("mem_cache.l2_transfer").L2Transfer
-        return [made(pool, None, self.host, device, lambda layer: layer) for pool in pools.values()]
+        return [made(pool, None, host, device, lambda layer: layer) for pool in pools.values()]
 
     def run(self) -> None:
         event = self.engine.devices.Event
         moved = self.pages * self.case.page_bytes
         self.engine.devices.synchronize()
         began = time.perf_counter()
-        done = self.l2.submit_device_to_host(self.transfers(self.case.pools, self.source))
+        done = self.l2.submit_device_to_host(self.transfers(self.case.pools, self.host, self.source))
         out = time.perf_counter() - began
         done.finish_event.synchronize()
         out_all = done.start_event.elapsed_time(done.finish_event) / 1e3
@@ -135,7 +137,7 @@ class Rounds:
         self.engine.devices.synchronize()
         began = time.perf_counter()
         done = self.l2.submit_host_to_device(
-            self.transfers(self.pools, self.target),
+            self.transfers(self.pools, self.loaded, self.target),
             transfer_layer_id_max=self.case.layers,
             on_layer_done=lambda layer: layers[layer].record(),
         )
