@@ -81,14 +81,19 @@ def fetch(python: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Headers are the same in SGLang's wheels of all versions; tvm-ffi has a compiled module.
         for requirement, version in ((SGLANG, "3.11"), (FFI, python)):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-            command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", version]
-            command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
-            if subprocess.run([*command, requirement], check=False).returncode:
+            if not download(requirement, version, Path(folder)):
                 sys.exit(f"pip cannot download {requirement}: give it a package index, or copy {FOLDER} here")
         for wheel in Path(folder).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 _unpack(archive, sglang=wheel.name.startswith("sglang"))
+
+
+def download(requirement: str, python: str, folder: Path) -> bool:
+    """Download a wheel for an interpreter of version `python`, without what it needs; whether pip did."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    return subprocess.run([*command, requirement], check=False).returncode == 0
 
 
 def _unpack(archive: zipfile.ZipFile, *, sglang: bool) -> None:

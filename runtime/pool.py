@@ -499,8 +499,10 @@ class HostPool(Pages):
     def backup_from_device_all_layer(
         self, device_pool: object, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """`write_back` of token ids; later work of this pool is ordered behind it."""
-        self.write_back(host_indices, device_indices, path=self._engine_path(io_backend)).detach()
+        """`write_back` of token ids; the caller's stream waits for it."""
+        ticket = self.write_back(host_indices, device_indices, path=self._engine_path(io_backend))
+        ticket.wait_current()
+        ticket.detach()
 
     @opaque
     def load_to_device_per_layer(
@@ -515,9 +517,7 @@ class HostPool(Pages):
         path = self._engine_path(io_backend)
         path = None if path == "staged" else path  # one layer of a page is no range of the copy engine
         ticket = self.load(host_indices, device_indices, layers=[layer_id], path=path)
-        stream = self._backend.driver.current_stream()
-        if stream is not None:
-            ticket.wait(stream)
+        ticket.wait_current()
         ticket.detach()
 
     def _engine_path(self, io_backend: str) -> str | None:

@@ -188,6 +188,18 @@ class Ticket:
         """As `wait`; the way to put a load in front of a CUDA graph's replay."""
         self.wait(stream)
 
+    @opaque
+    def wait_current(self, layer: int | None = None) -> None:
+        """Make the stream that the caller's work goes to now wait for all of it, or for one layer.
+
+        Where there are no streams (the CPU) it blocks. Raises TransferError, and ValueError as `wait_layer`.
+        """
+        stream = self._driver.current_stream()
+        if layer is None:
+            self.wait(stream)
+        else:
+            self.wait_layer(layer, stream)
+
     def detach(self) -> None:
         """Give up the ticket: its pages count as known, later work on them is still ordered behind it."""
         self._acknowledged = True

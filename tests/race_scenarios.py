@@ -810,6 +810,23 @@ def compared(choose: Choose) -> None:
     finish(made, one, two, three)
 
 
+def engines_names(choose: Choose) -> None:
+    """What an engine records in its stream behind a call by its own name stands for bytes that are there."""
+    made = world(MLA, choose)
+    host, device = torch.tensor(made.tokens([0, 1])), torch.tensor(made.tokens([2, 3]))
+    produce(made, 2, 3)
+    made.pool.backup_from_device_all_layer(None, host, device, "kernel")
+    made.stored(host.tolist(), device.tolist())
+    produce(made, 2, 3)  # may overwrite the rows
+    made.driver.synchronize(made.driver.record(made.driver.caller))
+    made.compare_host([0, 1])
+    for layer in made.config.layers:
+        made.pool.load_to_device_per_layer(None, host, device, layer, "direct")
+    made.loaded(host.tolist(), device.tolist(), made.config.layers)
+    read(made, 2, 3)
+    finish(made)
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     *(references_dropped, tensors_replaced, pool_destroyed, pool_dropped, orders_forgotten),
     *(late_layer_wait, bound_at_once),
@@ -818,7 +835,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
     *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_layers, group_and_pool, group_dropped),
-    *(pages_read_and_filled, compared),
+    *(pages_read_and_filled, compared, engines_names),
 )
 
 FAILURES: tuple[Scenario, ...] = (

@@ -1,0 +1,43 @@
+"""The engine's numbers of layers, and the layer ids of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from poolwright.runtime.pool import HostPool
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one pool as the engine counts them: `ids` by its numbers, of so many (`count`), the last
+    `drafts` of them those of draft models. `some`: numbers that are left out are layers the pool lacks."""
+
+    pool: str
+    ids: Mapping[int, int]
+    count: int
+    drafts: int
+    some: bool
+
+    def layer(self, number: int) -> int | None:
+        """The pool's layer id of this number; None where the pool lacks it. Raises ValueError."""
+        found = self.ids.get(number)
+        if found is None and self.count and not self.some:
+            raise ValueError(
+                f"{self.pool}: expected a layer of 0 to {self.count - 1}, got {number}:"
+                " give layers= where the engine counts others"
+            )
+        return found
+
+
+def numbered(pool: HostPool, given: Mapping[int, int] | None, drafts: int) -> Layers:
+    """`given`, or positions in the pool's own list. Raises ValueError."""
+    count = len(pool.layers)
+    if type(drafts) is not int or not 0 <= drafts <= count:
+        raise ValueError(f"{pool.name}: draft_layers: expected 0 to {count}, got {drafts!r}")
+    if given is None:
+        return Layers(pool.name, dict(enumerate(pool.layers)), count, drafts, some=False)
+    unknown = sorted(set(given.values()) - set(pool.layers))
+    if unknown:
+        raise ValueError(f"{pool.name}: layers: expected ids of {list(pool.layers)}, got {unknown}")
+    return Layers(pool.name, dict(given), count, drafts, some=True)
