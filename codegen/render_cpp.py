@@ -116,15 +116,26 @@ def _family(lowered: Lowered, choice: tuple[tuple[str, str], ...]) -> dict[str, 
     return {
         "namespace": family_name(choice),
         "constants": constants,
-        "programs": [_program(p) for p in lowered.programs if p.variant == choice],
+        "programs": [_program(lowered, p) for p in lowered.programs if p.variant == choice],
     }
 
 
-def _program(program: Program) -> dict[str, Any]:
+def chosen(lowered: Lowered, program: Program) -> str:
+    """The guard of text that belongs to one program. Programs are counted from 1, in the order of the pool.
+
+    A compiler is given the number of the one that it compiles and reads no other: parsing all of them would
+    take longer than everything else. Without a number all are read.
+    """
+    number = next(n for n, other in enumerate(lowered.programs, 1) if other is program)
+    return f"#if !defined(PW_CHOSEN) || PW_CHOSEN == {number}"
+
+
+def _program(lowered: Lowered, program: Program) -> dict[str, Any]:
     names: dict[Expr, Expr] = {}
     host = [_named(names, name, value) for name, value in program.steps]
     return {
         "name": local_name(program),
+        "chosen": chosen(lowered, program),
         "title": f"form {program.form.name}, layout {program.layout.name}",
         "dynamic": dynamic(program),
         "host": host,
@@ -406,7 +417,11 @@ def host_id(walk: str) -> str:
 
 
 def parts(names: Sequence[str]) -> list[str]:
-    """Kernels, compiled one by one; kernel k of a program is compiled with PW_PART=k."""
+    """Kernels, compiled side by side; kernel k of a program is compiled with PW_PART=k.
+
+    Those that take tokens come first: they take longest, and the compiler parses one part after the other.
+    """
+    names = sorted(names, key=lambda name: not name.endswith("tokens"))
     return [part for name in names for part in _part_names(name)]
 
 
@@ -464,6 +479,7 @@ def host_view(lowered: Lowered) -> dict[str, Any]:
         "programs": [
             {
                 "qualified": qualified(lowered, program),
+                "chosen": chosen(lowered, program),
                 "described": described(program),
             }
             for program in lowered.programs

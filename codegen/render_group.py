@@ -73,7 +73,7 @@ def parts(moved: Sequence[Member]) -> list[str]:
 
 
 def _included(member: Member) -> dict[str, Any]:
-    names = ["PROGRAM", *render_cpp.inputs(member.lowered)]
+    names = ["PROGRAM", "CHOSEN", *render_cpp.inputs(member.lowered)]
     return {
         "name": member.name,
         "pool": member.ref.pool,

@@ -29,6 +29,14 @@ class SizedProgram:
     form: str
     layout: str
 
+    @property
+    def number(self) -> int:
+        """Its number in layout.h, counted from 1: by variant, then by form and layout."""
+        of_variant = list(self.spec.programs)
+        choice = tuple(self.variants[name] for name in self.spec.variants)
+        before = list(self.spec.extents).index(choice) * len(of_variant)
+        return 1 + before + of_variant.index((self.form, self.layout))
+
     @cached_property
     def device(self) -> tuple[DevicePart, ...]:
         return self.spec.forms[self.form].numbers(**self.sizes)
@@ -104,6 +112,7 @@ class SizedProgram:
         qualified = f"{family}::{program}" if family else program
         return (
             (f"PW_PROGRAM{of}", qualified),
+            (f"PW_CHOSEN{of}", str(self.number)),
             *((f"PW_{name}{of}", str(self.sizes[name])) for name in names),
         )
 

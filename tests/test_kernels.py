@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import poolwright.generated as generated
 from poolwright.runtime import jit, toolchain
 from poolwright.runtime.errors import CompileError
 from poolwright.runtime.jit import Unit
+from poolwright.runtime.program import SizedProgram, folder_of
 from poolwright.runtime.tools import cases
 from poolwright.runtime.tools.samples import samples
 
@@ -68,3 +72,50 @@ def test_a_warning_is_an_error(tmp_path: Path) -> None:
     unit = replace(program.unit("kernels", 16), main=tmp_path / "kernels.cu")
     with pytest.raises(CompileError, match="never referenced"):
         jit.cubins(unit, "sm_90", "nvrtc")
+
+
+def guarded(text: str) -> dict[int, list[str]]:
+    """The namespaces that are opened under each number of PW_CHOSEN, as seen from inside the pool's."""
+    found: dict[int, list[str]] = defaultdict(list)
+    outside: list[str] = []
+    number = 0
+    for line in text.splitlines():
+        if chosen := re.fullmatch(r"#if !defined\(PW_CHOSEN\) \|\| PW_CHOSEN == (\d+)", line):
+            number = int(chosen[1])
+        elif line == "#endif":
+            number = 0
+        elif opened := re.fullmatch(r"namespace ([\w:]+) \{", line):
+            if number:
+                found[number].append("::".join([*outside, opened[1]]).split("::", 1)[1])
+            else:
+                outside.append(opened[1])
+        elif not number and line.startswith("}  // namespace "):
+            outside.pop()
+    return found
+
+
+@pytest.mark.parametrize("pool", [name for name, spec in SPECS.items() if spec.parts])
+def test_the_number_that_a_program_is_compiled_with_lets_its_text_in_and_no_other(pool: str) -> None:
+    spec, folder = SPECS[pool], folder_of(generated.pool_class(pool))
+    expected: dict[int, list[str]] = {}
+    for choice in itertools.product(*spec.variants.values()):
+        variants = dict(zip(spec.variants, choice, strict=True))
+        for form, layout in spec.programs:
+            program = SizedProgram(spec, folder, defaultdict(int), variants, form, layout)
+            given = dict(program.constants())
+            expected[int(given["PW_CHOSEN"])] = [given["PW_PROGRAM"]]
+    assert len(expected) == len(spec.programs) * len(spec.extents)
+    assert guarded((folder / "layout.h").read_text()) == expected
+    host = (folder / "host.cpp").read_text()
+    assert guarded(host[host.index("#endif  // PW_LANES") :]) == expected
+
+
+def test_a_unit_without_the_number_of_its_program_reads_all(tmp_path: Path) -> None:
+    """As tools outside the runtime compile the files: the name alone chooses."""
+    pool_class = generated.pool_class("mla")
+    program = cases.sized(pool_class, samples(pool_class)[0], "per_layer", "page_first")
+    unit = program.unit("kernels", 16)
+    named = tuple(pair for pair in unit.defines if pair[0] != "PW_CHOSEN")
+    assert len(named) == len(unit.defines) - 1
+    whole = jit.cubins(replace(unit, defines=named, parts=unit.parts[:1]), "sm_90", "nvrtc")
+    assert whole == jit.cubins(replace(unit, parts=unit.parts[:1]), "sm_90", "nvrtc")

@@ -47,7 +47,7 @@ SPEC = GroupSpec(
         "kv": MemberSpec(MLAFp8TokenToKVPoolHost),
         "indexer": MemberSpec(DSAIndexerPoolHost, index="kv"),
     },
-    parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens", "load_layer_pages", "load_layer_tokens"),
+    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "load_layer_pages"),
 )
 
 

@@ -8,6 +8,7 @@
 #ifdef PW_PROGRAM_OF_swa
 #define ONLY_swa(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_swa
+#define PW_CHOSEN PW_CHOSEN_OF_swa
 #define PW_ratio PW_ratio_OF_swa
 #define PW_rows PW_rows_OF_swa
 #define PW_page_size PW_page_size_OF_swa
@@ -16,6 +17,7 @@ namespace swa {
 #include "../../pools/dsv4_paged/kernels.cu"
 }  // namespace swa
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_ratio
 #undef PW_rows
 #undef PW_page_size
@@ -28,6 +30,7 @@ namespace swa {
 #ifdef PW_PROGRAM_OF_c4
 #define ONLY_c4(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4
+#define PW_CHOSEN PW_CHOSEN_OF_c4
 #define PW_ratio PW_ratio_OF_c4
 #define PW_rows PW_rows_OF_c4
 #define PW_page_size PW_page_size_OF_c4
@@ -36,6 +39,7 @@ namespace c4 {
 #include "../../pools/dsv4_paged/kernels.cu"
 }  // namespace c4
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_ratio
 #undef PW_rows
 #undef PW_page_size
@@ -48,6 +52,7 @@ namespace c4 {
 #ifdef PW_PROGRAM_OF_c4_indexer
 #define ONLY_c4_indexer(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4_indexer
+#define PW_CHOSEN PW_CHOSEN_OF_c4_indexer
 #define PW_index_head_dim PW_index_head_dim_OF_c4_indexer
 #define PW_block PW_block_OF_c4_indexer
 #define PW_ratio PW_ratio_OF_c4_indexer
@@ -57,6 +62,7 @@ namespace c4_indexer {
 #include "../../pools/dsa_indexer/kernels.cu"
 }  // namespace c4_indexer
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_index_head_dim
 #undef PW_block
 #undef PW_ratio
@@ -70,6 +76,7 @@ namespace c4_indexer {
 #ifdef PW_PROGRAM_OF_c128
 #define ONLY_c128(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c128
+#define PW_CHOSEN PW_CHOSEN_OF_c128
 #define PW_ratio PW_ratio_OF_c128
 #define PW_rows PW_rows_OF_c128
 #define PW_page_size PW_page_size_OF_c128
@@ -78,6 +85,7 @@ namespace c128 {
 #include "../../pools/dsv4_paged/kernels.cu"
 }  // namespace c128
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_ratio
 #undef PW_rows
 #undef PW_page_size
@@ -90,6 +98,7 @@ namespace c128 {
 #ifdef PW_PROGRAM_OF_c4_state
 #define ONLY_c4_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4_state
+#define PW_CHOSEN PW_CHOSEN_OF_c4_state
 #define PW_head_dim PW_head_dim_OF_c4_state
 #define PW_overlap PW_overlap_OF_c4_state
 #define PW_ring PW_ring_OF_c4_state
@@ -100,6 +109,7 @@ namespace c4_state {
 #include "../../pools/dsv4_state/kernels.cu"
 }  // namespace c4_state
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_overlap
 #undef PW_ring
@@ -114,6 +124,7 @@ namespace c4_state {
 #ifdef PW_PROGRAM_OF_indexer_state
 #define ONLY_indexer_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_indexer_state
+#define PW_CHOSEN PW_CHOSEN_OF_indexer_state
 #define PW_head_dim PW_head_dim_OF_indexer_state
 #define PW_overlap PW_overlap_OF_indexer_state
 #define PW_ring PW_ring_OF_indexer_state
@@ -124,6 +135,7 @@ namespace indexer_state {
 #include "../../pools/dsv4_state/kernels.cu"
 }  // namespace indexer_state
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_overlap
 #undef PW_ring

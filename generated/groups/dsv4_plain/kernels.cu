@@ -8,6 +8,7 @@
 #ifdef PW_PROGRAM_OF_sliding
 #define ONLY_sliding(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_sliding
+#define PW_CHOSEN PW_CHOSEN_OF_sliding
 #define PW_heads PW_heads_OF_sliding
 #define PW_head_dim PW_head_dim_OF_sliding
 #define PW_v_head_dim PW_v_head_dim_OF_sliding
@@ -19,6 +20,7 @@ namespace sliding {
 #include "../../pools/mha/kernels.cu"
 }  // namespace sliding
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
@@ -34,6 +36,7 @@ namespace sliding {
 #ifdef PW_PROGRAM_OF_window
 #define ONLY_window(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_window
+#define PW_CHOSEN PW_CHOSEN_OF_window
 #define PW_kv_lora_rank PW_kv_lora_rank_OF_window
 #define PW_qk_rope_head_dim PW_qk_rope_head_dim_OF_window
 #define PW_page_size PW_page_size_OF_window
@@ -43,6 +46,7 @@ namespace window {
 #include "../../pools/mla/kernels.cu"
 }  // namespace window
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_kv_lora_rank
 #undef PW_qk_rope_head_dim
 #undef PW_page_size
@@ -56,6 +60,7 @@ namespace window {
 #ifdef PW_PROGRAM_OF_c4
 #define ONLY_c4(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4
+#define PW_CHOSEN PW_CHOSEN_OF_c4
 #define PW_head_dim PW_head_dim_OF_c4
 #define PW_ratio PW_ratio_OF_c4
 #define PW_page_size PW_page_size_OF_c4
@@ -65,6 +70,7 @@ namespace c4 {
 #include "../../pools/qsa_indexer/kernels.cu"
 }  // namespace c4
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_ratio
 #undef PW_page_size
@@ -78,6 +84,7 @@ namespace c4 {
 #ifdef PW_PROGRAM_OF_c4_state
 #define ONLY_c4_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4_state
+#define PW_CHOSEN PW_CHOSEN_OF_c4_state
 #define PW_head_dim PW_head_dim_OF_c4_state
 #define PW_overlap PW_overlap_OF_c4_state
 #define PW_ring PW_ring_OF_c4_state
@@ -88,6 +95,7 @@ namespace c4_state {
 #include "../../pools/dsv4_state/kernels.cu"
 }  // namespace c4_state
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_overlap
 #undef PW_ring
@@ -102,6 +110,7 @@ namespace c4_state {
 #ifdef PW_PROGRAM_OF_c4_index
 #define ONLY_c4_index(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4_index
+#define PW_CHOSEN PW_CHOSEN_OF_c4_index
 #define PW_head_dim PW_head_dim_OF_c4_index
 #define PW_ratio PW_ratio_OF_c4_index
 #define PW_page_size PW_page_size_OF_c4_index
@@ -111,6 +120,7 @@ namespace c4_index {
 #include "../../pools/qsa_indexer/kernels.cu"
 }  // namespace c4_index
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_ratio
 #undef PW_page_size
@@ -124,6 +134,7 @@ namespace c4_index {
 #ifdef PW_PROGRAM_OF_c4_index_state
 #define ONLY_c4_index_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c4_index_state
+#define PW_CHOSEN PW_CHOSEN_OF_c4_index_state
 #define PW_head_dim PW_head_dim_OF_c4_index_state
 #define PW_overlap PW_overlap_OF_c4_index_state
 #define PW_ring PW_ring_OF_c4_index_state
@@ -134,6 +145,7 @@ namespace c4_index_state {
 #include "../../pools/dsv4_state/kernels.cu"
 }  // namespace c4_index_state
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_overlap
 #undef PW_ring
@@ -148,6 +160,7 @@ namespace c4_index_state {
 #ifdef PW_PROGRAM_OF_c128
 #define ONLY_c128(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c128
+#define PW_CHOSEN PW_CHOSEN_OF_c128
 #define PW_head_dim PW_head_dim_OF_c128
 #define PW_ratio PW_ratio_OF_c128
 #define PW_page_size PW_page_size_OF_c128
@@ -157,6 +170,7 @@ namespace c128 {
 #include "../../pools/qsa_indexer/kernels.cu"
 }  // namespace c128
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_ratio
 #undef PW_page_size
@@ -170,6 +184,7 @@ namespace c128 {
 #ifdef PW_PROGRAM_OF_c128_state
 #define ONLY_c128_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_c128_state
+#define PW_CHOSEN PW_CHOSEN_OF_c128_state
 #define PW_head_dim PW_head_dim_OF_c128_state
 #define PW_overlap PW_overlap_OF_c128_state
 #define PW_ring PW_ring_OF_c128_state
@@ -180,6 +195,7 @@ namespace c128_state {
 #include "../../pools/dsv4_state/kernels.cu"
 }  // namespace c128_state
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_head_dim
 #undef PW_overlap
 #undef PW_ring
@@ -191,50 +207,6 @@ namespace c128_state {
 #endif
 
 #if !defined(PW_PART) || PW_PART == 1
-PW_KERNEL write_back_pages(
-    ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
-    ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
-    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
-    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
-    ONLY_c4_index(PW_PARAM c4_index::View c4_index_view, PW_PARAM pw::Ids c4_index_ids,)
-    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
-    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
-    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_sliding(sliding::move_pages<pw::WriteBack>(sliding_view, sliding_ids.pages(few), sliding_ids.count);)
-  ONLY_window(window::move_pages<pw::WriteBack>(window_view, window_ids.pages(few), window_ids.count);)
-  ONLY_c4(c4::move_pages<pw::WriteBack>(c4_view, c4_ids.pages(few), c4_ids.count);)
-  ONLY_c4_state(c4_state::move_pages<pw::WriteBack>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count);)
-  ONLY_c4_index(c4_index::move_pages<pw::WriteBack>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count);)
-  ONLY_c4_index_state(c4_index_state::move_pages<pw::WriteBack>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count);)
-  ONLY_c128(c128::move_pages<pw::WriteBack>(c128_view, c128_ids.pages(few), c128_ids.count);)
-  ONLY_c128_state(c128_state::move_pages<pw::WriteBack>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2
-PW_KERNEL load_pages(
-    ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
-    ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
-    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
-    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
-    ONLY_c4_index(PW_PARAM c4_index::View c4_index_view, PW_PARAM pw::Ids c4_index_ids,)
-    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
-    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
-    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_sliding(sliding::move_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count);)
-  ONLY_window(window::move_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count);)
-  ONLY_c4(c4::move_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count);)
-  ONLY_c4_state(c4_state::move_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count);)
-  ONLY_c4_index(c4_index::move_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count);)
-  ONLY_c4_index_state(c4_index_state::move_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count);)
-  ONLY_c128(c128::move_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count);)
-  ONLY_c128_state(c128_state::move_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL write_back_tokens(
     ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
     ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
@@ -256,7 +228,7 @@ PW_KERNEL write_back_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 4
+#if !defined(PW_PART) || PW_PART == 2
 PW_KERNEL load_tokens(
     ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
     ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
@@ -278,34 +250,7 @@ PW_KERNEL load_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 5
-PW_KERNEL load_layer_pages(
-    ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
-    ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
-    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
-    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
-    ONLY_c4_index(PW_PARAM c4_index::View c4_index_view, PW_PARAM pw::Ids c4_index_ids,)
-    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
-    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
-    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
-  for (u32 n = 0; n < steps; n += window) {
-    const u32 now = pw::fewer(window, steps - n);
-    ONLY_sliding(if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)
-    ONLY_window(if (window_ids.count != 0) lane = window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.window(n, window::columns, now), lane);)
-    ONLY_c4(if (c4_ids.count != 0) lane = c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.window(n, c4::columns, now), lane);)
-    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
-    ONLY_c4_index(if (c4_index_ids.count != 0) lane = c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.window(n, c4_index::columns, now), lane);)
-    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) lane = c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.window(n, c4_index_state::columns, now), lane);)
-    ONLY_c128(if (c128_ids.count != 0) lane = c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.window(n, c128::columns, now), lane);)
-    ONLY_c128_state(if (c128_state_ids.count != 0) lane = c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.window(n, c128_state::columns, now), lane);)
-    pw::arrive(done, n, now);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
+#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(
     ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
     ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
@@ -321,6 +266,77 @@ PW_KERNEL load_layer_tokens(
     const u32 now = pw::fewer(window, steps - n);
     ONLY_sliding(if (sliding_ids.by_token) lane = sliding::move_steps_tokens<pw::Load>(sliding_view, sliding_ids.tokens(), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane); else if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)
     ONLY_window(if (window_ids.by_token) lane = window::move_steps_tokens<pw::Load>(window_view, window_ids.tokens(), window_ids.count, window_ids.window(n, window::columns, now), lane); else if (window_ids.count != 0) lane = window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.window(n, window::columns, now), lane);)
+    ONLY_c4(if (c4_ids.count != 0) lane = c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.window(n, c4::columns, now), lane);)
+    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
+    ONLY_c4_index(if (c4_index_ids.count != 0) lane = c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.window(n, c4_index::columns, now), lane);)
+    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) lane = c4_index_state::move_steps_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.window(n, c4_index_state::columns, now), lane);)
+    ONLY_c128(if (c128_ids.count != 0) lane = c128::move_steps_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count, c128_ids.window(n, c128::columns, now), lane);)
+    ONLY_c128_state(if (c128_state_ids.count != 0) lane = c128_state::move_steps_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.window(n, c128_state::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL write_back_pages(
+    ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
+    ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
+    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
+    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
+    ONLY_c4_index(PW_PARAM c4_index::View c4_index_view, PW_PARAM pw::Ids c4_index_ids,)
+    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
+    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
+    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_sliding(sliding::move_pages<pw::WriteBack>(sliding_view, sliding_ids.pages(few), sliding_ids.count);)
+  ONLY_window(window::move_pages<pw::WriteBack>(window_view, window_ids.pages(few), window_ids.count);)
+  ONLY_c4(c4::move_pages<pw::WriteBack>(c4_view, c4_ids.pages(few), c4_ids.count);)
+  ONLY_c4_state(c4_state::move_pages<pw::WriteBack>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count);)
+  ONLY_c4_index(c4_index::move_pages<pw::WriteBack>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count);)
+  ONLY_c4_index_state(c4_index_state::move_pages<pw::WriteBack>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count);)
+  ONLY_c128(c128::move_pages<pw::WriteBack>(c128_view, c128_ids.pages(few), c128_ids.count);)
+  ONLY_c128_state(c128_state::move_pages<pw::WriteBack>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_pages(
+    ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
+    ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
+    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
+    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
+    ONLY_c4_index(PW_PARAM c4_index::View c4_index_view, PW_PARAM pw::Ids c4_index_ids,)
+    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
+    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
+    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_sliding(sliding::move_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count);)
+  ONLY_window(window::move_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count);)
+  ONLY_c4(c4::move_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count);)
+  ONLY_c4_state(c4_state::move_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count);)
+  ONLY_c4_index(c4_index::move_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count);)
+  ONLY_c4_index_state(c4_index_state::move_pages<pw::Load>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count);)
+  ONLY_c128(c128::move_pages<pw::Load>(c128_view, c128_ids.pages(few), c128_ids.count);)
+  ONLY_c128_state(c128_state::move_pages<pw::Load>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_pages(
+    ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
+    ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
+    ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
+    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
+    ONLY_c4_index(PW_PARAM c4_index::View c4_index_view, PW_PARAM pw::Ids c4_index_ids,)
+    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
+    ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
+    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_sliding(if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)
+    ONLY_window(if (window_ids.count != 0) lane = window::move_steps_pages<pw::Load>(window_view, window_ids.pages(few), window_ids.count, window_ids.window(n, window::columns, now), lane);)
     ONLY_c4(if (c4_ids.count != 0) lane = c4::move_steps_pages<pw::Load>(c4_view, c4_ids.pages(few), c4_ids.count, c4_ids.window(n, c4::columns, now), lane);)
     ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::Load>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
     ONLY_c4_index(if (c4_index_ids.count != 0) lane = c4_index::move_steps_pages<pw::Load>(c4_index_view, c4_index_ids.pages(few), c4_index_ids.count, c4_index_ids.window(n, c4_index::columns, now), lane);)

@@ -8,6 +8,7 @@
 #ifdef PW_PROGRAM_OF_kv
 #define ONLY_kv(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_kv
+#define PW_CHOSEN PW_CHOSEN_OF_kv
 #define PW_kv_lora_rank PW_kv_lora_rank_OF_kv
 #define PW_qk_rope_head_dim PW_qk_rope_head_dim_OF_kv
 #define PW_page_size PW_page_size_OF_kv
@@ -17,6 +18,7 @@ namespace kv {
 #include "../../pools/mla/kernels.cu"
 }  // namespace kv
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_kv_lora_rank
 #undef PW_qk_rope_head_dim
 #undef PW_page_size
@@ -30,6 +32,7 @@ namespace kv {
 #ifdef PW_PROGRAM_OF_state
 #define ONLY_state(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_state
+#define PW_CHOSEN PW_CHOSEN_OF_state
 #define PW_heads PW_heads_OF_state
 #define PW_head_dim PW_head_dim_OF_state
 #define PW_kernel PW_kernel_OF_state
@@ -42,6 +45,7 @@ namespace state {
 #include "../../pools/kda_state/kernels.cu"
 }  // namespace state
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_kernel
@@ -55,26 +59,6 @@ namespace state {
 #endif
 
 #if !defined(PW_PART) || PW_PART == 1
-PW_KERNEL write_back_pages(
-    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
-    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_kv(kv::move_pages<pw::WriteBack>(kv_view, kv_ids.pages(few), kv_ids.count);)
-  ONLY_state(state::move_pages<pw::WriteBack>(state_view, state_ids.pages(few), state_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2
-PW_KERNEL load_pages(
-    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
-    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_kv(kv::move_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count);)
-  ONLY_state(state::move_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL write_back_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
@@ -84,7 +68,7 @@ PW_KERNEL write_back_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 4
+#if !defined(PW_PART) || PW_PART == 2
 PW_KERNEL load_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
@@ -94,22 +78,7 @@ PW_KERNEL load_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 5
-PW_KERNEL load_layer_pages(
-    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
-    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
-  for (u32 n = 0; n < steps; n += window) {
-    const u32 now = pw::fewer(window, steps - n);
-    ONLY_kv(if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
-    ONLY_state(if (state_ids.count != 0) lane = state::move_steps_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.window(n, state::columns, now), lane);)
-    pw::arrive(done, n, now);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
+#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
@@ -118,6 +87,41 @@ PW_KERNEL load_layer_tokens(
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_kv(if (kv_ids.by_token) lane = kv::move_steps_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.window(n, kv::columns, now), lane); else if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
+    ONLY_state(if (state_ids.count != 0) lane = state::move_steps_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.window(n, state::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL write_back_pages(
+    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
+    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_kv(kv::move_pages<pw::WriteBack>(kv_view, kv_ids.pages(few), kv_ids.count);)
+  ONLY_state(state::move_pages<pw::WriteBack>(state_view, state_ids.pages(few), state_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_pages(
+    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
+    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_kv(kv::move_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count);)
+  ONLY_state(state::move_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_pages(
+    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
+    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_kv(if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
     ONLY_state(if (state_ids.count != 0) lane = state::move_steps_pages<pw::Load>(state_view, state_ids.pages(few), state_ids.count, state_ids.window(n, state::columns, now), lane);)
     pw::arrive(done, n, now);
   }

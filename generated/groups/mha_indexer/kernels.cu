@@ -8,6 +8,7 @@
 #ifdef PW_PROGRAM_OF_kv
 #define ONLY_kv(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_kv
+#define PW_CHOSEN PW_CHOSEN_OF_kv
 #define PW_heads PW_heads_OF_kv
 #define PW_head_dim PW_head_dim_OF_kv
 #define PW_v_head_dim PW_v_head_dim_OF_kv
@@ -19,6 +20,7 @@ namespace kv {
 #include "../../pools/mha/kernels.cu"
 }  // namespace kv
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
@@ -34,6 +36,7 @@ namespace kv {
 #ifdef PW_PROGRAM_OF_indexer
 #define ONLY_indexer(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_indexer
+#define PW_CHOSEN PW_CHOSEN_OF_indexer
 #define PW_heads PW_heads_OF_indexer
 #define PW_head_dim PW_head_dim_OF_indexer
 #define PW_page_size PW_page_size_OF_indexer
@@ -43,6 +46,7 @@ namespace indexer {
 #include "../../pools/k_only/kernels.cu"
 }  // namespace indexer
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_page_size
@@ -53,26 +57,6 @@ namespace indexer {
 #endif
 
 #if !defined(PW_PART) || PW_PART == 1
-PW_KERNEL write_back_pages(
-    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
-    ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_kv(kv::move_pages<pw::WriteBack>(kv_view, kv_ids.pages(few), kv_ids.count);)
-  ONLY_indexer(indexer::move_pages<pw::WriteBack>(indexer_view, indexer_ids.pages(few), indexer_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2
-PW_KERNEL load_pages(
-    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
-    ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_kv(kv::move_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count);)
-  ONLY_indexer(indexer::move_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL write_back_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
@@ -82,7 +66,7 @@ PW_KERNEL write_back_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 4
+#if !defined(PW_PART) || PW_PART == 2
 PW_KERNEL load_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
@@ -92,22 +76,7 @@ PW_KERNEL load_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 5
-PW_KERNEL load_layer_pages(
-    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
-    ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
-  for (u32 n = 0; n < steps; n += window) {
-    const u32 now = pw::fewer(window, steps - n);
-    ONLY_kv(if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
-    ONLY_indexer(if (indexer_ids.count != 0) lane = indexer::move_steps_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.window(n, indexer::columns, now), lane);)
-    pw::arrive(done, n, now);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
+#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
@@ -117,6 +86,41 @@ PW_KERNEL load_layer_tokens(
     const u32 now = pw::fewer(window, steps - n);
     ONLY_kv(if (kv_ids.by_token) lane = kv::move_steps_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.window(n, kv::columns, now), lane); else if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
     ONLY_indexer(if (indexer_ids.by_token) lane = indexer::move_steps_tokens<pw::Load>(indexer_view, indexer_ids.tokens(), indexer_ids.count, indexer_ids.window(n, indexer::columns, now), lane); else if (indexer_ids.count != 0) lane = indexer::move_steps_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.window(n, indexer::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL write_back_pages(
+    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
+    ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_kv(kv::move_pages<pw::WriteBack>(kv_view, kv_ids.pages(few), kv_ids.count);)
+  ONLY_indexer(indexer::move_pages<pw::WriteBack>(indexer_view, indexer_ids.pages(few), indexer_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_pages(
+    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
+    ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_kv(kv::move_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count);)
+  ONLY_indexer(indexer::move_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_pages(
+    ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
+    ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_kv(if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
+    ONLY_indexer(if (indexer_ids.count != 0) lane = indexer::move_steps_pages<pw::Load>(indexer_view, indexer_ids.pages(few), indexer_ids.count, indexer_ids.window(n, indexer::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

@@ -8,6 +8,7 @@
 #ifdef PW_PROGRAM_OF_full
 #define ONLY_full(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_full
+#define PW_CHOSEN PW_CHOSEN_OF_full
 #define PW_heads PW_heads_OF_full
 #define PW_head_dim PW_head_dim_OF_full
 #define PW_v_head_dim PW_v_head_dim_OF_full
@@ -19,6 +20,7 @@ namespace full {
 #include "../../pools/mha/kernels.cu"
 }  // namespace full
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
@@ -34,6 +36,7 @@ namespace full {
 #ifdef PW_PROGRAM_OF_swa
 #define ONLY_swa(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_swa
+#define PW_CHOSEN PW_CHOSEN_OF_swa
 #define PW_heads PW_heads_OF_swa
 #define PW_head_dim PW_head_dim_OF_swa
 #define PW_v_head_dim PW_v_head_dim_OF_swa
@@ -45,6 +48,7 @@ namespace swa {
 #include "../../pools/mha/kernels.cu"
 }  // namespace swa
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
@@ -57,26 +61,6 @@ namespace swa {
 #endif
 
 #if !defined(PW_PART) || PW_PART == 1
-PW_KERNEL write_back_pages(
-    ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
-    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_full(full::move_pages<pw::WriteBack>(full_view, full_ids.pages(few), full_ids.count);)
-  ONLY_swa(swa::move_pages<pw::WriteBack>(swa_view, swa_ids.pages(few), swa_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2
-PW_KERNEL load_pages(
-    ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
-    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_full(full::move_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count);)
-  ONLY_swa(swa::move_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL write_back_tokens(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
@@ -86,7 +70,7 @@ PW_KERNEL write_back_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 4
+#if !defined(PW_PART) || PW_PART == 2
 PW_KERNEL load_tokens(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
@@ -96,22 +80,7 @@ PW_KERNEL load_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 5
-PW_KERNEL load_layer_pages(
-    ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
-    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
-  for (u32 n = 0; n < steps; n += window) {
-    const u32 now = pw::fewer(window, steps - n);
-    ONLY_full(if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)
-    ONLY_swa(if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)
-    pw::arrive(done, n, now);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
+#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
@@ -121,6 +90,41 @@ PW_KERNEL load_layer_tokens(
     const u32 now = pw::fewer(window, steps - n);
     ONLY_full(if (full_ids.by_token) lane = full::move_steps_tokens<pw::Load>(full_view, full_ids.tokens(), full_ids.count, full_ids.window(n, full::columns, now), lane); else if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)
     ONLY_swa(if (swa_ids.by_token) lane = swa::move_steps_tokens<pw::Load>(swa_view, swa_ids.tokens(), swa_ids.count, swa_ids.window(n, swa::columns, now), lane); else if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL write_back_pages(
+    ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
+    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_full(full::move_pages<pw::WriteBack>(full_view, full_ids.pages(few), full_ids.count);)
+  ONLY_swa(swa::move_pages<pw::WriteBack>(swa_view, swa_ids.pages(few), swa_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_pages(
+    ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
+    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_full(full::move_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count);)
+  ONLY_swa(swa::move_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_pages(
+    ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
+    ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_full(if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)
+    ONLY_swa(if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

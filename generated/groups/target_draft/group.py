@@ -52,7 +52,7 @@ SPEC = GroupSpec(
         "target": 0.9,
         "draft": 0.1,
     },
-    parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens", "load_layer_pages", "load_layer_tokens"),
+    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "load_layer_pages"),
 )
 
 

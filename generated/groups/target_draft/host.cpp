@@ -3,24 +3,6 @@
 #include "poolwright/lanes.h"
 #include "kernels.cu"
 
-PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
-  ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
-  ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
-  ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
-  ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
-  const pw::Few& few = *(const pw::Few*)params[0];
-  pw::each_lane(grid, block, [&] { write_back_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few); });
-}
-
-PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
-  ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
-  ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
-  ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
-  ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
-  const pw::Few& few = *(const pw::Few*)params[0];
-  pw::each_lane(grid, block, [&] { load_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few); });
-}
-
 PW_EXPORT void lanes_write_back_tokens(u32 grid, u32 block, void** params) {
   ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
   ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
@@ -39,17 +21,6 @@ PW_EXPORT void lanes_load_tokens(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_tokens(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few); });
 }
 
-PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
-  ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
-  ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
-  ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
-  ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
-  const pw::Few& few = *(const pw::Few*)params[0];
-  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
-  u32* const done = *(u32**)params[3];
-  pw::each_lane(grid, block, [&] { load_layer_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, window, done); });
-}
-
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
   ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
@@ -59,4 +30,33 @@ PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
   u32* const done = *(u32**)params[3];
   pw::each_lane(grid, block, [&] { load_layer_tokens(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, window, done); });
+}
+
+PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
+  ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
+  ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
+  ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
+  ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
+  const pw::Few& few = *(const pw::Few*)params[0];
+  pw::each_lane(grid, block, [&] { write_back_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few); });
+}
+
+PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
+  ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
+  ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
+  ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
+  ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
+  const pw::Few& few = *(const pw::Few*)params[0];
+  pw::each_lane(grid, block, [&] { load_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few); });
+}
+
+PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
+  ONLY_target(const target::View& target_view = *(const target::View*)*params++;)
+  ONLY_target(const pw::Ids& target_ids = *(const pw::Ids*)*params++;)
+  ONLY_draft(const draft::View& draft_view = *(const draft::View*)*params++;)
+  ONLY_draft(const pw::Ids& draft_ids = *(const pw::Ids*)*params++;)
+  const pw::Few& few = *(const pw::Few*)params[0];
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { load_layer_pages(ONLY_target(target_view, target_ids,) ONLY_draft(draft_view, draft_ids,) few, steps, window, done); });
 }

@@ -8,6 +8,7 @@
 #ifdef PW_PROGRAM_OF_target
 #define ONLY_target(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_target
+#define PW_CHOSEN PW_CHOSEN_OF_target
 #define PW_heads PW_heads_OF_target
 #define PW_head_dim PW_head_dim_OF_target
 #define PW_v_head_dim PW_v_head_dim_OF_target
@@ -19,6 +20,7 @@ namespace target {
 #include "../../pools/mha/kernels.cu"
 }  // namespace target
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
@@ -34,6 +36,7 @@ namespace target {
 #ifdef PW_PROGRAM_OF_draft
 #define ONLY_draft(...) __VA_ARGS__
 #define PW_PROGRAM PW_PROGRAM_OF_draft
+#define PW_CHOSEN PW_CHOSEN_OF_draft
 #define PW_heads PW_heads_OF_draft
 #define PW_head_dim PW_head_dim_OF_draft
 #define PW_v_head_dim PW_v_head_dim_OF_draft
@@ -45,6 +48,7 @@ namespace draft {
 #include "../../pools/mha/kernels.cu"
 }  // namespace draft
 #undef PW_PROGRAM
+#undef PW_CHOSEN
 #undef PW_heads
 #undef PW_head_dim
 #undef PW_v_head_dim
@@ -57,26 +61,6 @@ namespace draft {
 #endif
 
 #if !defined(PW_PART) || PW_PART == 1
-PW_KERNEL write_back_pages(
-    ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
-    ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_target(target::move_pages<pw::WriteBack>(target_view, target_ids.pages(few), target_ids.count);)
-  ONLY_draft(draft::move_pages<pw::WriteBack>(draft_view, draft_ids.pages(few), draft_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2
-PW_KERNEL load_pages(
-    ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
-    ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
-    PW_PARAM pw::Few few) {
-  ONLY_target(target::move_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count);)
-  ONLY_draft(draft::move_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count);)
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL write_back_tokens(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
@@ -86,7 +70,7 @@ PW_KERNEL write_back_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 4
+#if !defined(PW_PART) || PW_PART == 2
 PW_KERNEL load_tokens(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
@@ -96,22 +80,7 @@ PW_KERNEL load_tokens(
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 5
-PW_KERNEL load_layer_pages(
-    ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
-    ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
-    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
-  for (u32 n = 0; n < steps; n += window) {
-    const u32 now = pw::fewer(window, steps - n);
-    ONLY_target(if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)
-    ONLY_draft(if (draft_ids.count != 0) lane = draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.window(n, draft::columns, now), lane);)
-    pw::arrive(done, n, now);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
+#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
@@ -121,6 +90,41 @@ PW_KERNEL load_layer_tokens(
     const u32 now = pw::fewer(window, steps - n);
     ONLY_target(if (target_ids.by_token) lane = target::move_steps_tokens<pw::Load>(target_view, target_ids.tokens(), target_ids.count, target_ids.window(n, target::columns, now), lane); else if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)
     ONLY_draft(if (draft_ids.by_token) lane = draft::move_steps_tokens<pw::Load>(draft_view, draft_ids.tokens(), draft_ids.count, draft_ids.window(n, draft::columns, now), lane); else if (draft_ids.count != 0) lane = draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.window(n, draft::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL write_back_pages(
+    ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
+    ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_target(target::move_pages<pw::WriteBack>(target_view, target_ids.pages(few), target_ids.count);)
+  ONLY_draft(draft::move_pages<pw::WriteBack>(draft_view, draft_ids.pages(few), draft_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_pages(
+    ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
+    ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
+    PW_PARAM pw::Few few) {
+  ONLY_target(target::move_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count);)
+  ONLY_draft(draft::move_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count);)
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_pages(
+    ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
+    ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_target(if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)
+    ONLY_draft(if (draft_ids.count != 0) lane = draft::move_steps_pages<pw::Load>(draft_view, draft_ids.pages(few), draft_ids.count, draft_ids.window(n, draft::columns, now), lane);)
     pw::arrive(done, n, now);
   }
 }

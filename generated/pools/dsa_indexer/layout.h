@@ -17,6 +17,7 @@ PW_CONSTANT(i64, extent_scale_entry, pw::floor_div(page_size, ratio));
 PW_CONSTANT(i64, extent_scale_block, pw::ceil_div(index_head_dim, block));
 PW_CONSTANT(i64, extent_row_row, pw::align_up(pw::align_up(extent_key_dim * extent_key_entry, 4) + 4 * extent_scale_block * extent_scale_entry, 4));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -62,7 +63,9 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -108,5 +111,6 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace dsa_indexer

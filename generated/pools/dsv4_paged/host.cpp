@@ -87,6 +87,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace dsv4_paged::v4::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -108,7 +109,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace dsv4_paged::v4::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace dsv4_paged::v4::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -130,7 +133,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace dsv4_paged::v4::per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace dsv4_paged::v41::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -152,7 +157,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace dsv4_paged::v41::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 4
 namespace dsv4_paged::v41::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -174,7 +181,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace dsv4_paged::v41::per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 5
 namespace dsv4_paged::v41_new::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -196,7 +205,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace dsv4_paged::v41_new::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 6
 namespace dsv4_paged::v41_new::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -218,5 +229,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace dsv4_paged::v41_new::per_layer_page_first
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

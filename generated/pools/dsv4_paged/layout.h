@@ -18,6 +18,7 @@ PW_CONSTANT(i64, extent_scale_entry, rows);
 PW_CONSTANT(i64, extent_scale_dim, 8);
 PW_CONSTANT(i64, extent_row_row, pw::align_up(extent_kv_dim * extent_kv_entry + extent_scale_dim * extent_scale_entry, 576));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -63,7 +64,9 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -109,6 +112,7 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace v4
 
@@ -120,6 +124,7 @@ PW_CONSTANT(i64, extent_scale_entry, rows);
 PW_CONSTANT(i64, extent_scale_dim, 16);
 PW_CONSTANT(i64, extent_row_row, pw::align_up(extent_kv_dim * extent_kv_entry + extent_scale_dim * extent_scale_entry, 512));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -165,7 +170,9 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 4
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -211,6 +218,7 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace v41
 
@@ -222,6 +230,7 @@ PW_CONSTANT(i64, extent_scale_entry, rows);
 PW_CONSTANT(i64, extent_scale_dim, 16);
 PW_CONSTANT(i64, extent_row_row, pw::align_up((extent_kv_dim + extent_scale_dim) * extent_kv_entry, 528));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 5
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -267,7 +276,9 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 6
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -313,6 +324,7 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace v41_new
 

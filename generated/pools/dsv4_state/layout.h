@@ -17,6 +17,7 @@ PW_CONSTANT(i64, extent_state_kind, 2);
 PW_CONSTANT(i64, extent_state_window, 1 + overlap);
 PW_CONSTANT(i64, extent_state_dim, head_dim);
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -68,7 +69,9 @@ PW_FN Run run_state_layer_pages(const View& view, u32 host_id, u32 device_id, u3
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -120,5 +123,6 @@ PW_FN Run run_state_layer_pages(const View& view, u32 host_id, u32 device_id, u3
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace dsv4_state

@@ -113,6 +113,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace gated_delta_net::stacked_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -150,7 +151,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace gated_delta_net::stacked_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace gated_delta_net::stacked_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -188,7 +191,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace gated_delta_net::stacked_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace gated_delta_net::stacked_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -226,5 +231,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace gated_delta_net::stacked_layer_first
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

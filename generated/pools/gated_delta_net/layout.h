@@ -21,6 +21,7 @@ PW_CONSTANT(i64, extent_temporal_v, v_head_dim);
 PW_CONSTANT(i64, extent_conv_channel, 2 * k_heads * k_head_dim + v_heads * v_head_dim);
 PW_CONSTANT(i64, extent_conv_tap, kernel - 1);
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
 
@@ -105,7 +106,9 @@ PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace stacked_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form stacked, layout page_record
 namespace stacked_page_record {
 
@@ -190,7 +193,9 @@ PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace stacked_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form stacked, layout layer_first
 namespace stacked_layer_first {
 
@@ -275,5 +280,6 @@ PW_FN Run run_conv_layer_pages(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace stacked_layer_first
+#endif
 
 }  // namespace gated_delta_net

@@ -112,20 +112,6 @@ PW_EXPORT void atoms_tokens(const View* view, const i64* host_ids, const i64* de
 
 #else  // PW_LANES
 
-PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Ids& ids = *(const pw::Ids*)params[1];
-  const pw::Few& few = *(const pw::Few*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, few); });
-}
-
-PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Ids& ids = *(const pw::Ids*)params[1];
-  const pw::Few& few = *(const pw::Few*)params[2];
-  pw::each_lane(grid, block, [&] { load_pages(view, ids, few); });
-}
-
 PW_EXPORT void lanes_write_back_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Ids& ids = *(const pw::Ids*)params[1];
@@ -140,15 +126,6 @@ PW_EXPORT void lanes_load_tokens(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_tokens(view, ids, few); });
 }
 
-PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Ids& ids = *(const pw::Ids*)params[1];
-  const pw::Few& few = *(const pw::Few*)params[2];
-  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
-  u32* const done = *(u32**)params[5];
-  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, window, done); });
-}
-
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Ids& ids = *(const pw::Ids*)params[1];
@@ -158,8 +135,32 @@ PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_layer_tokens(view, ids, few, steps, window, done); });
 }
 
+PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, few); });
+}
+
+PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  pw::each_lane(grid, block, [&] { load_pages(view, ids, few); });
+}
+
+PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
+  u32* const done = *(u32**)params[5];
+  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, window, done); });
+}
+
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace k_only::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -191,7 +192,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace k_only::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace k_only::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -223,7 +226,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace k_only::per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace k_only::per_layer_page_first_direct {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -255,5 +260,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace k_only::per_layer_page_first_direct
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

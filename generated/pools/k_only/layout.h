@@ -14,6 +14,7 @@ PW_CONSTANT(i64, itemsize_kv, PW_itemsize_kv);
 PW_CONSTANT(i64, extent_k_head, heads);
 PW_CONSTANT(i64, extent_k_dim, head_dim);
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -87,7 +88,9 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -164,7 +167,9 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form per_layer, layout page_first_direct
 namespace per_layer_page_first_direct {
 
@@ -238,5 +243,6 @@ PW_FN Run run_k_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_first_direct
+#endif
 
 }  // namespace k_only

@@ -129,6 +129,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace kda_state::stacked_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -173,7 +174,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace kda_state::stacked_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace kda_state::stacked_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -218,7 +221,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace kda_state::stacked_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace kda_state::stacked_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -263,5 +268,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace kda_state::stacked_layer_first
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

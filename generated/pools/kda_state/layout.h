@@ -23,6 +23,7 @@ PW_CONSTANT(i64, extent_conv_channel, 3 * heads * head_dim);
 PW_CONSTANT(i64, extent_ngram_position, ngram);
 PW_CONSTANT(i64, align_ngram, 1 + 7 * (pw::least(extent_ngram_position, 1) * present_ngram));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
 
@@ -125,7 +126,9 @@ PW_FN Run run_ngram_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form stacked, layout page_record
 namespace stacked_page_record {
 
@@ -228,7 +231,9 @@ PW_FN Run run_ngram_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form stacked, layout layer_first
 namespace stacked_layer_first {
 
@@ -331,5 +336,6 @@ PW_FN Run run_ngram_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_layer_first
+#endif
 
 }  // namespace kda_state

@@ -195,6 +195,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace mamba::stacked_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -272,7 +273,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mamba::stacked_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace mamba::stacked_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -350,7 +353,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mamba::stacked_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace mamba::stacked_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -428,5 +433,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mamba::stacked_layer_first
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

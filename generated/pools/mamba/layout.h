@@ -38,6 +38,7 @@ PW_CONSTANT(i64, align_side_0, 1 + (itemsize_side - 1) * pw::least(extent_side_0
 PW_CONSTANT(i64, extent_side_1_item, side_size_1);
 PW_CONSTANT(i64, align_side_1, 1 + (itemsize_side - 1) * pw::least(extent_side_1_item, 1));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form stacked, layout page_first
 namespace stacked_page_first {
 
@@ -226,7 +227,9 @@ PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form stacked, layout page_record
 namespace stacked_page_record {
 
@@ -415,7 +418,9 @@ PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form stacked, layout layer_first
 namespace stacked_layer_first {
 
@@ -604,5 +609,6 @@ PW_FN Run run_side_1_pages(const View& view, u32 host_id, u32 device_id, u32) {
 }
 
 }  // namespace stacked_layer_first
+#endif
 
 }  // namespace mamba

@@ -164,20 +164,6 @@ PW_EXPORT void atoms_tokens(const View* view, const i64* host_ids, const i64* de
 
 #else  // PW_LANES
 
-PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Ids& ids = *(const pw::Ids*)params[1];
-  const pw::Few& few = *(const pw::Few*)params[2];
-  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, few); });
-}
-
-PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Ids& ids = *(const pw::Ids*)params[1];
-  const pw::Few& few = *(const pw::Few*)params[2];
-  pw::each_lane(grid, block, [&] { load_pages(view, ids, few); });
-}
-
 PW_EXPORT void lanes_write_back_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Ids& ids = *(const pw::Ids*)params[1];
@@ -192,15 +178,6 @@ PW_EXPORT void lanes_load_tokens(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_tokens(view, ids, few); });
 }
 
-PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
-  const View& view = *(const View*)params[0];
-  const pw::Ids& ids = *(const pw::Ids*)params[1];
-  const pw::Few& few = *(const pw::Few*)params[2];
-  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
-  u32* const done = *(u32**)params[5];
-  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, window, done); });
-}
-
 PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   const View& view = *(const View*)params[0];
   const pw::Ids& ids = *(const pw::Ids*)params[1];
@@ -210,8 +187,32 @@ PW_EXPORT void lanes_load_layer_tokens(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_layer_tokens(view, ids, few, steps, window, done); });
 }
 
+PW_EXPORT void lanes_write_back_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  pw::each_lane(grid, block, [&] { write_back_pages(view, ids, few); });
+}
+
+PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  pw::each_lane(grid, block, [&] { load_pages(view, ids, few); });
+}
+
+PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
+  u32* const done = *(u32**)params[5];
+  pw::each_lane(grid, block, [&] { load_layer_pages(view, ids, few, steps, window, done); });
+}
+
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace mha::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -269,7 +270,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace mha::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -327,7 +330,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace mha::per_layer_page_first_direct {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -385,7 +390,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::per_layer_page_first_direct
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 4
 namespace mha::per_layer_page_head {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -443,7 +450,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::per_layer_page_head
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 5
 namespace mha::per_layer_page_unified {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -501,7 +510,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::per_layer_page_unified
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 6
 namespace mha::per_layer_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -559,7 +570,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::per_layer_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 7
 namespace mha::head_major_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -617,7 +630,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::head_major_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 8
 namespace mha::head_major_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -675,7 +690,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::head_major_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 9
 namespace mha::head_major_page_first_direct {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -733,7 +750,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::head_major_page_first_direct
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 10
 namespace mha::head_major_page_head {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -791,7 +810,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::head_major_page_head
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 11
 namespace mha::head_major_page_unified {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -849,7 +870,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::head_major_page_unified
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 12
 namespace mha::head_major_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -907,5 +930,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha::head_major_page_record
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

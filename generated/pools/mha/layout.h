@@ -20,6 +20,7 @@ PW_CONSTANT(i64, extent_v_head_group, head_groups);
 PW_CONSTANT(i64, extent_v_head_in_group, pw::floor_div(heads, head_groups));
 PW_CONSTANT(i64, extent_v_dim, v_head_dim);
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -156,7 +157,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -299,7 +302,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form per_layer, layout page_first_direct
 namespace per_layer_page_first_direct {
 
@@ -436,7 +441,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_first_direct
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 4
 // ---- form per_layer, layout page_head
 namespace per_layer_page_head {
 
@@ -609,7 +616,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_head
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 5
 // ---- form per_layer, layout page_unified
 namespace per_layer_page_unified {
 
@@ -766,7 +775,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_unified
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 6
 // ---- form per_layer, layout page_record
 namespace per_layer_page_record {
 
@@ -909,7 +920,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace per_layer_page_record
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 7
 // ---- form head_major, layout layer_first
 namespace head_major_layer_first {
 
@@ -1082,7 +1095,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace head_major_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 8
 // ---- form head_major, layout page_first
 namespace head_major_page_first {
 
@@ -1255,7 +1270,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace head_major_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 9
 // ---- form head_major, layout page_first_direct
 namespace head_major_page_first_direct {
 
@@ -1428,7 +1445,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace head_major_page_first_direct
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 10
 // ---- form head_major, layout page_head
 namespace head_major_page_head {
 
@@ -1601,7 +1620,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace head_major_page_head
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 11
 // ---- form head_major, layout page_unified
 namespace head_major_page_unified {
 
@@ -1774,7 +1795,9 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace head_major_page_unified
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 12
 // ---- form head_major, layout page_record
 namespace head_major_page_record {
 
@@ -1947,5 +1970,6 @@ PW_FN Run run_v_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 l
 }
 
 }  // namespace head_major_page_record
+#endif
 
 }  // namespace mha

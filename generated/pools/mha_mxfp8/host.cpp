@@ -165,6 +165,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace mha_mxfp8::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -254,7 +255,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha_mxfp8::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace mha_mxfp8::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -344,7 +347,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha_mxfp8::per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 namespace mha_mxfp8::per_layer_page_record {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -434,5 +439,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace mha_mxfp8::per_layer_page_record
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

@@ -26,6 +26,7 @@ PW_CONSTANT(i64, extent_v_scale_lane, 32);
 PW_CONSTANT(i64, extent_v_scale_tile, pw::floor_div(page_size, 32));
 PW_CONSTANT(i64, extent_v_scale_block, pw::floor_div(v_head_dim, 32));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -232,7 +233,9 @@ PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -445,7 +448,9 @@ PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form per_layer, layout page_record
 namespace per_layer_page_record {
 
@@ -658,5 +663,6 @@ PW_FN Run run_v_scale_layer_pages(const View& view, u32 host_id, u32 device_id, 
 }
 
 }  // namespace per_layer_page_record
+#endif
 
 }  // namespace mha_mxfp8

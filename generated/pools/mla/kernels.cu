@@ -159,46 +159,46 @@ PW_CONSTANT(u32, columns, 1);
 #ifndef PW_GROUP  // a group has kernels of its own
 
 #if !defined(PW_PART) || PW_PART == 1
-PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
-  move_pages<pw::WriteBack>(view, ids.pages(few), ids.count);
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 2
-PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
-  move_pages<pw::Load>(view, ids.pages(few), ids.count);
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL write_back_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few) {
   move_tokens<pw::WriteBack>(view, ids.tokens(), ids.count);
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 4
+#if !defined(PW_PART) || PW_PART == 2
 PW_KERNEL load_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few) {
   move_tokens<pw::Load>(view, ids.tokens(), ids.count);
 }
 #endif
 
-#if !defined(PW_PART) || PW_PART == 5
-PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
-  for (u32 n = 0; n < steps; n += window) {
-    const u32 now = pw::fewer(window, steps - n);
-    lane = move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.window(n, columns, now), lane);
-    pw::arrive(done, n, now);
-  }
-}
-#endif
-
-#if !defined(PW_PART) || PW_PART == 6
+#if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few, u32 steps, u32 window, u32* done) {
   u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     lane = move_steps_tokens<pw::Load>(view, ids.tokens(), ids.count, ids.window(n, columns, now), lane);
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
+PW_KERNEL write_back_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
+  move_pages<pw::WriteBack>(view, ids.pages(few), ids.count);
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 5
+PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few) {
+  move_pages<pw::Load>(view, ids.pages(few), ids.count);
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    lane = move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.window(n, columns, now), lane);
     pw::arrive(done, n, now);
   }
 }

@@ -13,6 +13,7 @@ PW_CONSTANT(i64, itemsize_kv, PW_itemsize_kv);
 
 PW_CONSTANT(i64, extent_kv_latent, kv_lora_rank + qk_rope_head_dim);
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -84,7 +85,9 @@ PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -159,7 +162,9 @@ PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form per_layer, layout page_first_direct
 namespace per_layer_page_first_direct {
 
@@ -231,7 +236,9 @@ PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first_direct
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 4
 // ---- form per_layer, layout page_unified
 namespace per_layer_page_unified {
 
@@ -303,7 +310,9 @@ PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_unified
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 5
 // ---- form per_layer, layout page_record
 namespace per_layer_page_record {
 
@@ -378,5 +387,6 @@ PW_FN Run run_kv_layer_tokens(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_record
+#endif
 
 }  // namespace mla

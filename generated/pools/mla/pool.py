@@ -250,7 +250,7 @@ SPEC = PoolSpec(
     extents={
         (): extents,
     },
-    parts=("write_back_pages", "load_pages", "write_back_tokens", "load_tokens", "load_layer_pages", "load_layer_tokens"),
+    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "load_layer_pages"),
     layer_lists=("layers",),
 )
 

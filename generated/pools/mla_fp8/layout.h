@@ -17,6 +17,7 @@ PW_CONSTANT(i64, extent_rope_value, qk_rope_head_dim);
 PW_CONSTANT(i64, align_rope, 1 + pw::least(extent_rope_value, 1));
 PW_CONSTANT(i64, extent_row_row, pw::align_up(pw::align_up(pw::align_up(extent_latent_value, 4) + 4 * extent_scale_block, align_rope) + 2 * extent_rope_value, pw::most(4, align_rope)));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -88,7 +89,9 @@ PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -163,7 +166,9 @@ PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace per_layer_page_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 3
 // ---- form per_layer, layout page_first_direct
 namespace per_layer_page_first_direct {
 
@@ -235,7 +240,9 @@ PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace per_layer_page_first_direct
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 4
 // ---- form per_layer, layout page_unified
 namespace per_layer_page_unified {
 
@@ -307,5 +314,6 @@ PW_FN Run run_row_layer_tokens(const View& view, u32 host_id, u32 device_id, u32
 }
 
 }  // namespace per_layer_page_unified
+#endif
 
 }  // namespace mla_fp8

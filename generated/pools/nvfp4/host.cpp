@@ -87,6 +87,7 @@ PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
 
 #endif  // PW_LANES
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 namespace nvfp4::per_layer_layer_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -108,7 +109,9 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace nvfp4::per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 namespace nvfp4::per_layer_page_first {
 
 // Every constant of the program, in the order in which pool.py has them.
@@ -130,5 +133,6 @@ inline void describe_program(i64 pages, i64* out) {
 }
 
 }  // namespace nvfp4::per_layer_page_first
+#endif
 
 PW_EXPORT void describe(i64 pages, i64* out) { describe_program(pages, out); }

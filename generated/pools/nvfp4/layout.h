@@ -24,6 +24,7 @@ PW_CONSTANT(i64, extent_v_scale_entry, page_size);
 PW_CONSTANT(i64, extent_v_scale_block, pw::floor_div(head_dim, 16));
 PW_CONSTANT(i64, extent_row_row, pw::align_up(pw::align_up(pw::align_up(pw::align_up(extent_k_pair * extent_k_entry * extent_k_head, 128) + extent_k_scale_block * extent_k_scale_entry * extent_k_scale_head, 128) + extent_v_pair * extent_v_entry * extent_v_head, 128) + extent_v_scale_block * extent_v_scale_entry * extent_v_scale_head, 128));
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -69,7 +70,9 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -115,5 +118,6 @@ PW_FN Run run_row_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace nvfp4

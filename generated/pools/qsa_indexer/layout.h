@@ -14,6 +14,7 @@ PW_CONSTANT(i64, itemsize_key, PW_itemsize_key);
 PW_CONSTANT(i64, extent_key_entry, pw::floor_div(page_size, ratio));
 PW_CONSTANT(i64, extent_key_dim, head_dim);
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 1
 // ---- form per_layer, layout layer_first
 namespace per_layer_layer_first {
 
@@ -61,7 +62,9 @@ PW_FN Run run_key_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_layer_first
+#endif
 
+#if !defined(PW_CHOSEN) || PW_CHOSEN == 2
 // ---- form per_layer, layout page_first
 namespace per_layer_page_first {
 
@@ -109,5 +112,6 @@ PW_FN Run run_key_layer_pages(const View& view, u32 host_id, u32 device_id, u32 
 }
 
 }  // namespace per_layer_page_first
+#endif
 
 }  // namespace qsa_indexer
