@@ -193,8 +193,7 @@ class Arena:
 
     def _steps(self, transfer: Transfer) -> list[int] | None:
         """The numbers of every step: see `columns` in kernels.cu."""
-        lists = [part.axes.get("layer") for part in self.sample.parts]
-        columns = [1] * any(n is not None for n in lists) + [0] * any(n is None for n in lists)
+        columns = ["layer" in part.axes for part in self.sample.parts]
         if transfer.layers is None:
             return None
         rest = [0 if layer == 0 else ABSENT for layer in transfer.layers]

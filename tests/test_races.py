@@ -144,14 +144,14 @@ class Life:
 
     def __init__(self, config: Config | GroupConfig, choose: Callable[[int], int]) -> None:
         self.choose = choose
-        slots = 1 + choose(2)
+        slots, chunks = choose(3), (1, 3, 7)[choose(3)]
         self.whole: World | GroupWorld
         self.group: Any = None
         if isinstance(config, Config):
-            self.whole = world(config, choose, slot_pages=slots)
+            self.whole = world(config, choose, slots, chunks)
             self.parts = [Part(config.label, self.whole)]
         else:
-            self.whole = made = group_world(config, choose, slot_pages=slots)
+            self.whole = made = group_world(config, choose, slots, chunks)
             self.group = made.group
             parts = {name: Part(name, each) for name, each in made.worlds.items()}
             for name, source in config.follows.items():
