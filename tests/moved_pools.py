@@ -216,7 +216,7 @@ class Arena:
         )
 
     def lanes(self, transfer: Transfer) -> None:
-        """Run the kernel itself, lane by lane. Layers exist for loads only."""
+        """Run the kernel itself, lane by lane. Write-backs by layer exist where rows change in place."""
         self._launch(transfer, transfer.unit, transfer.host, transfer.device, len(transfer.host))
 
     def lanes_in_place(self, transfer: Transfer) -> None:
