@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,13 +36,15 @@ class Move(NamedTuple):
 
 
 class Steps:
-    """Numbers of the steps of a load in layer order for one pool; `memory`: where the device has them."""
+    """Numbers of the steps of a load in layer order for one pool; `memory`: where the device has them;
+    `cuts`: what staging makes of them, by how they are cut."""
 
-    __slots__ = ("memory", "numbers")
+    __slots__ = ("cuts", "memory", "numbers")
 
     def __init__(self, numbers: array[int]) -> None:
         self.numbers = numbers
         self.memory: Memory | None = None
+        self.cuts: dict[tuple[int, int], list[Any]] = {}
 
 
 class Order(NamedTuple):

@@ -163,23 +163,24 @@ class Cutter:
         self.ways = [way for way in ("write_back", "load") if program.cuts(way)]
         self.units = units(program) if self.ways else ()
         self.parts = () if slot.pages else tuple(self._parts())
-        self._cuts: dict[tuple[str, int, int], Cut] = {}
+        self._cuts: dict[tuple[str, int, int, int], Cut] = {}
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         """As many units as fit a slot, again and again."""
         first = 0
-        for end in range(1, len(self.units) + 1):
-            if end == len(self.units) or self._length(first, end + 1) > self._slot.nbytes:
-                yield first, end
-                first = end
+        for part in self._fitting(self.units):
+            yield first, first + len(part)
+            first += len(part)
 
-    def _length(self, first: int, end: int) -> int:
-        """Bytes of a slot that these units take."""
-        last = self.units[end - 1]
-        return last.start + last.nbytes - self._shift(first)
-
-    def _shift(self, first: int) -> int:
-        return self.units[first].start // SLOT_ALIGN * SLOT_ALIGN
+    def _fitting(self, units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
+        """These units in rows that fit a slot."""
+        first = 0
+        for at, unit in enumerate(units):
+            if unit.start + unit.nbytes - _shift(units[first]) > self._slot.nbytes:
+                yield units[first:at]
+                first = at
+        if units:
+            yield units[first:]
 
     def pieces(self, first: int, end: int, count: int) -> list[tuple[int, int]]:
         """These units in at most so many pieces of about equal bytes."""
@@ -192,15 +193,30 @@ class Cutter:
                 first = at + 1
         return found
 
-    def cut(self, direction: str, first: int, end: int) -> Cut:
-        """What moves these units. Each direction has steps of its own: its stream writes them once."""
-        key = (direction, first, end)
+    def cut(self, direction: str, part: int, first: int, end: int) -> Cut:
+        """What moves these units, which lie in the slot where the part that begins with unit `part` has them.
+        Each direction has steps of its own: its stream writes them once."""
+        key = (direction, part, first, end)
         found = self._cuts.get(key)
         if found is None:
-            chosen = self.units[first:end]
-            shift = 0 if self._slot.pages else self._shift(first)
-            runs = _joined([self._run(unit, shift) for unit in chosen])
-            found = self._cuts[key] = Cut(Steps(_rows(chosen, len(self._program.columns))), runs, shift)
+            found = self._cuts[key] = self._cut(self.units[first:end], self.units[part])
+        return found
+
+    def _cut(self, chosen: Sequence[Unit], front: Unit) -> Cut:
+        shift = 0 if self._slot.pages else _shift(front)
+        runs = _joined([self._run(unit, shift) for unit in chosen])
+        return Cut(Steps(_rows(chosen, len(self._program.columns))), runs, shift)
+
+    def window(self, steps: Steps, first: int, end: int) -> list[Cut]:
+        """What moves the layers of these steps: one cut where slots hold pages, else as many as it takes."""
+        found = steps.cuts.get((first, end))
+        if found is None:
+            width = len(self._program.columns)
+            numbers = steps.numbers[first * width : end * width]
+            wanted = {(at % width, number) for at, number in enumerate(numbers)}
+            chosen = [unit for unit in self.units if (unit.column, unit.position) in wanted]
+            rows = [chosen] if self._slot.pages and chosen else self._fitting(chosen)
+            found = steps.cuts[first, end] = [self._cut(row, row[0]) for row in rows]
         return found
 
     def _run(self, unit: Unit, shift: int) -> Run:
@@ -208,6 +224,11 @@ class Cutter:
         start, step = _place(self._host, ident, unit.position)
         inside, inside_step = _place(self._staged, ident, unit.position)
         return Run(start, step, inside - shift, inside_step, unit.nbytes)
+
+
+def _shift(unit: Unit) -> int:
+    """Bytes of the page in front of a slot that begins with this unit."""
+    return unit.start // SLOT_ALIGN * SLOT_ALIGN
 
 
 def _rows(chosen: Sequence[Unit], columns: int) -> array[int]:

@@ -31,7 +31,7 @@ from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_b
 from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pages import Pages
-from poolwright.runtime.parts import Slot, slot_of, slots_of
+from poolwright.runtime.parts import Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.ticket import Ticket
@@ -573,13 +573,14 @@ class HostPool(Pages):
         self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
     ) -> tuple[str, float | None]:
         """The path, and the seconds that the cost model expects of it."""
-        pages, whole = len(batch.host), not layered
+        pages, whole = len(batch.host), not layered or self.program.cuts("load")
         if batch.on_device is not None:
             whole = whole and batch.bad is None  # else the device skips wrong ones
         elif batch.unit == "tokens":
             pages, whole = -(-pages // self.page_size), False
         forced = self._forced if path is None else path
-        merged = _merged(batch) if whole and self._merges and forced != "zero_copy" else 1
+        merges = whole and not layered and self._merges and forced != "zero_copy"
+        merged = _merged(batch) if merges else 1
         key = (direction, pages, layered, whole, merged, qos, forced)
         taken = self._choices.get(key)
         if taken is None:
@@ -602,13 +603,13 @@ class HostPool(Pages):
         qos: str | None,
         forced: str,
     ) -> tuple[str, float | None]:
-        ranges = max(1, self._backend.range_count)
+        ranges = max(1, len(units(self.program)) if layered and whole else self._backend.range_count)
         work = Work(
             direction=direction,
             range_bytes=self.page_bytes // ranges,
             ranges=pages * ranges,
             total=pages * self.page_bytes,
-            layered=layered,
+            steps=max(1, len(self.layers)) if layered else 0,
             in_place=self.spec.updates == "in_place",
             whole_pages=whole,
             merged=merged,

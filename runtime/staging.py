@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from poolwright.runtime.costs import Costs
@@ -25,8 +25,9 @@ from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.memory import GUARD, PATTERN
-from poolwright.runtime.moves import Member, Move, Place, Ring
+from poolwright.runtime.moves import Member, Move, Order, Place, Ring
 from poolwright.runtime.parts import SLOTS, Cut, Cutter, Run, Slot
+from poolwright.runtime.ticket import LayerEvents
 
 
 class _Piece(NamedTuple):
@@ -52,9 +53,11 @@ class _Stage:
         self.cutter = Cutter(member.program, member.place.pages, Slot(ring.slot_pages, ring.slot_bytes))
         self.fills_a_page = max(1, len(self.cutter.parts))
 
-    def fills(self, batch: Batch, direction: str, wanted: int) -> Iterator[list[_Piece]]:
-        """What goes through each slot in turn, in about `wanted` pieces in all. Pages come in the order in
-        which they lie on the host, so that runs merge."""
+    def fills(
+        self, batch: Batch, direction: str, wanted: int, cuts: Sequence[Cut] | None = None
+    ) -> Iterator[list[_Piece]]:
+        """What goes through each slot in turn, in about `wanted` pieces in all; or `cuts` of every page.
+        Pages come in the order in which they lie on the host, so that runs merge."""
         host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
         count, most = len(host), max(self.ring.slot_pages, 1)
         if on_device is None:
@@ -72,9 +75,11 @@ class _Stage:
         size = chunk_pages(count, wanted, most)
         for fill in range(0, count, most):
             end = min(fill + most, count)
-            cuts = self._cuts(direction, end - fill, -(-wanted * (end - fill) // count))
-            if cuts:
-                yield from ([piece(fill, end, fill, cut) for cut in part] for part in cuts)
+            parts = self._cuts(direction, end - fill, -(-wanted * (end - fill) // count))
+            if cuts is not None:
+                yield from ([piece(fill, end, fill, cut)] for cut in cuts)
+            elif parts:
+                yield from ([piece(fill, end, fill, cut) for cut in part] for part in parts)
             else:
                 yield [piece(at, min(at + size, end), fill, None) for at in range(fill, end, size)]
 
@@ -84,7 +89,10 @@ class _Stage:
         if not parts and wanted > pages and direction in cutter.ways:
             parts = ((0, len(cutter.units)),)
         return [
-            [cutter.cut(direction, *piece) for piece in cutter.pieces(*part, -(-wanted // len(parts)))]
+            [
+                cutter.cut(direction, part[0], *piece)
+                for piece in cutter.pieces(*part, -(-wanted // len(parts)))
+            ]
             for part in parts
         ]
 
@@ -132,6 +140,10 @@ class _Chunk(NamedTuple):
     sizes: list[int]
 
 
+_Turn = Sequence[Sequence[_Piece]]
+"""A fill of every move, in their order; empty for those that have none left."""
+
+
 class Staging:
     """Moves batches through the slots of their pools. Not thread safe: its owner holds a lock.
 
@@ -167,7 +179,8 @@ class Staging:
         """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
         driver = self._driver
         self.delayed = sum(self._late(move) for move in moves)
-        for chunk in self._chunks(moves, "write_back"):
+        turns = self._fills(moves, "write_back")
+        for chunk in self._chunks(moves, "write_back", turns, len(turns)):
             slot = chunk.slot_number
             free = self._free[slot]
             if free is not None and chunk.first:
@@ -181,12 +194,41 @@ class Staging:
         return driver.record(stream)
 
     def load(
-        self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
-    ) -> None:
-        """Copy in `copies`, scatter in `stream`."""
+        self,
+        launcher: Launcher,
+        moves: Sequence[Move],
+        stream: Stream,
+        copies: Stream,
+        keep: list[object],
+        order: Order | None = None,
+    ) -> LayerEvents | None:
+        """Copy in `copies`, scatter in `stream`; in an order of layers, when each of them is there."""
         driver = self._driver
         driver.follow(copies, stream)
-        for chunk in self._chunks(moves, "load"):
+        if order is None:
+            turns = self._fills(moves, "load")
+            self._move_in(launcher, self._chunks(moves, "load", turns, len(turns)), stream, copies, keep)
+            return None
+        events: list[Event] = []
+        ends = self._windows(moves, order)
+        windows = [self._layers(moves, order, *window) for window in pairwise([0, *ends])]
+        left = sum(map(len, windows))
+        for window in windows:
+            self._move_in(launcher, self._chunks(moves, "load", window, left), stream, copies, keep)
+            events.append(driver.record(stream))
+            left -= len(window)
+        return LayerEvents(events, ends)
+
+    def _move_in(
+        self,
+        launcher: Launcher,
+        chunks: Iterator[_Chunk],
+        stream: Stream,
+        copies: Stream,
+        keep: list[object],
+    ) -> None:
+        driver = self._driver
+        for chunk in chunks:
             slot = chunk.slot_number
             free = self._free[slot]
             if free is not None and chunk.first:
@@ -228,20 +270,45 @@ class Staging:
         """Use no slot before `event`, which is behind everything submitted so far."""
         self._free[:] = [event] * 2 * SLOTS
 
-    def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[_Chunk]:
-        """What is launched and copied in turn: the next fill of every move that has one left."""
+    def _fills(self, moves: Sequence[Move], direction: str) -> list[_Turn]:
+        """What goes through the slots in turn: the next fill of every move that has one left."""
         stages = [self._stages[move.member] for move in moves]
         nbytes = sum(s.page_bytes * len(move.batch.host) for s, move in zip(stages, moves, strict=True))
         wanted = self._costs.of(direction).chunks(nbytes)
         fills = [s.fills(move.batch, direction, wanted) for s, move in zip(stages, moves, strict=True)]
-        turns = list(zip_longest(*fills, fillvalue=[]))
-        for left, turn in zip(range(len(turns) - 1, -1, -1), turns, strict=True):
+        return list(zip_longest(*fills, fillvalue=()))
+
+    def _windows(self, moves: Sequence[Move], order: Order) -> list[int]:
+        """Where windows of an order end. The first layer, which everybody waits for, is one of its own; those
+        behind it grow to what a load of all at once would be cut into."""
+        nbytes = sum(self._stages[move.member].page_bytes * len(move.batch.host) for move in moves)
+        steps, ends, size = len(order.layers), [1], 1
+        most = -(-steps // self._costs.of("load").chunks(nbytes))
+        while ends[-1] < steps:
+            size = max(1, min(2 * size, most))
+            ends.append(min(ends[-1] + size, steps))
+        return ends
+
+    def _layers(self, moves: Sequence[Move], order: Order, first: int, end: int) -> list[_Turn]:
+        """As `_fills`, for the layers of some steps."""
+        fills = []
+        for move in moves:
+            stage = self._stages[move.member]
+            cuts = stage.cutter.window(order.steps[move.member], first, end)
+            fills.append(stage.fills(move.batch, "load", 1, cuts))
+        return list(zip_longest(*fills, fillvalue=()))
+
+    def _chunks(
+        self, moves: Sequence[Move], direction: str, turns: Sequence[_Turn], left: int
+    ) -> Iterator[_Chunk]:
+        """What is launched and copied in turn. `left`: turns of the transfer from the first of these on."""
+        for number, turn in enumerate(turns, 1):
             slot, rows = self._next_slot(direction), list(zip_longest(*turn))
-            for at, row in enumerate(rows):
-                chunk = _Chunk(slot, at == 0, at + 1 == len(rows), left >= SLOTS, [], [], [], [], [])
-                for stage, move, piece in zip(stages, moves, row, strict=True):
+            for at, row in enumerate(rows, 1):
+                chunk = _Chunk(slot, at == 1, at == len(rows), left - number >= SLOTS, [], [], [], [], [])
+                for move, piece in zip(moves, row, strict=True):
                     if piece is not None:
-                        stage.add(chunk, move.member, piece)
+                        self._stages[move.member].add(chunk, move.member, piece)
                 yield chunk
 
 

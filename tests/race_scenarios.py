@@ -489,6 +489,23 @@ def loads_in_layers(choose: Choose) -> None:
         finish(made)
 
 
+def layers_staged(choose: Choose) -> None:
+    """Layers that the copy engine brings are told one by one, whatever a slot holds, in loads of all and of
+    some; the next load of the same rows comes after the readers of each."""
+    for config, slots, chunks in ((KDA, 0, 1), (KDA, 0, 3), (KDA, 2, 2), (LAYER_FIRST, 1, 1)):
+        made = world(config, choose, slots, chunks)
+        store(made, [0, 1, 2], [3, 4, 5], "staged")
+        for how in ({"order": "layer"}, {"layers": config.layers[::-1][:2]}, {"order": "layer"}):
+            ticket = load(made, [2, 0], [6, 7], "staged", **how)
+            for layer in ticket.layers:  # type: ignore[attr-defined]
+                ticket.wait_layer(layer, made.driver.caller)  # type: ignore[attr-defined]
+                made.read(made.driver.caller, made.tokens([6, 7]), [config.layers.index(layer)])
+            store(made, [1], [2], "staged")
+            ticket.wait(made.driver.caller)  # type: ignore[attr-defined]
+            produce(made, 6, 7)
+        finish(made)
+
+
 def ids_checked_on_the_device(choose: Choose) -> None:
     """`validate="full"` skips what the device finds wrong, fails the ticket and names the pages."""
     for config, wrong in ((MLA, 17), (KDA, 0), (KDA, -1)):
@@ -610,6 +627,27 @@ def group_in_parts(choose: Choose) -> None:
         move_all(made, False, {"kv": ([1], [6]), "state": ([4, 0], [5, 6])}, "staged")
         move_all(made, True, {"kv": ([1, 3], [6, 7]), "state": ([4], [6])}, "staged")
         finish_all(made, ticket)
+
+
+def group_layers_staged(choose: Choose) -> None:
+    """A layer is told when every pool that has it has it, also where the copy engine brings that of some."""
+    ids = {"kv": ([0, 1], [1, 2]), "state": ([0, 4], [1, 2])}
+    for slots, chunks in ((0, 2), (1, 1)):
+        made = group_world(HYBRID, choose, slots, chunks)
+        produce_all(made, ids)
+        move_all(made, True, ids, "staged")
+        for how in ({"order": "layer"}, {"layers": [1, 0]}):
+            there = {"kv": ([0, 1], [5, 6]), "state": ([4, 0], [5, 6])}
+            ticket = move_all(made, False, there, {"kv": "zero_copy", "state": "staged"}, **how)
+            for layer in ticket.layers:  # type: ignore[attr-defined]
+                ticket.wait_layer(layer, made.driver.caller)  # type: ignore[attr-defined]
+                for one in made.worlds.values():
+                    if layer in one.config.layers:
+                        at = one.config.layers.index(layer)
+                        one.read(made.driver.caller, one.tokens([5, 6]), [at])
+            ticket.wait(made.driver.caller)  # type: ignore[attr-defined]
+            produce_all(made, there)
+        finish_all(made)
 
 
 def group_layers(choose: Choose) -> None:
@@ -882,9 +920,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
     *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
-    *(state_captured, state_in_parts, loads_in_layers),
+    *(state_captured, state_in_parts, loads_in_layers, layers_staged),
     *(ids_checked_on_the_device, many_layers, counters_go_round),
-    *(group_captured, group_in_parts, group_layers, group_and_pool, group_dropped),
+    *(group_captured, group_in_parts, group_layers_staged, group_layers, group_and_pool, group_dropped),
     *(pages_read_and_filled, compared, engines_names),
 )
 

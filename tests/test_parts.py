@@ -113,12 +113,12 @@ def test_parts_are_all_units_in_turn_and_each_fits_its_slot(
         pieces = cutter.pieces(*part, count)
         assert len(pieces) <= count and (pieces[0][0], pieces[-1][1]) == part
         assert all(a[1] == b[0] and a[0] < a[1] for a, b in pairwise(pieces))
-        taken = [run for piece in pieces for run in cutter.cut("load", *piece).runs]
-        if not pages:  # a piece lies where its part has it
-            taken = list(cutter.cut("load", *part).runs)
-            assert all(0 <= run.inside and run.inside + run.nbytes <= slot.nbytes for run in taken)
-        for piece in pieces:
-            numbers = cutter.cut("load", *piece).steps.numbers
+        cuts = [cutter.cut("load", part[0], *piece) for piece in pieces]
+        taken = sorted((run.inside, run.inside + run.nbytes) for cut in cuts for run in cut.runs)
+        assert all(a[1] <= b[0] for a, b in pairwise(taken))  # pieces lie side by side in the slot
+        assert pages or (taken[0][0] >= 0 and taken[-1][1] <= slot.nbytes)
+        for piece, cut in zip(pieces, cuts, strict=True):
+            numbers = cut.steps.numbers
             width = len(program.columns)
             said = {(n % width, number) for n, number in enumerate(numbers) if number != ABSENT}
             assert said == {(u.column, u.position) for u in cutter.units[slice(*piece)]}
@@ -127,9 +127,9 @@ def test_parts_are_all_units_in_turn_and_each_fits_its_slot(
 def test_directions_have_steps_of_their_own() -> None:
     """Each is written to the device in the stream of its direction, which the other does not wait for."""
     cutter = Cutter(sized("kda_state", "stacked", "page_first"), 5, Slot(2, 0))
-    one, two = cutter.cut("load", 0, 2), cutter.cut("write_back", 0, 2)
+    one, two = cutter.cut("load", 0, 0, 2), cutter.cut("write_back", 0, 0, 2)
     assert one.steps is not two.steps and one.steps.numbers == two.steps.numbers
-    assert cutter.cut("load", 0, 2) is one
+    assert cutter.cut("load", 0, 0, 2) is one
 
 
 # ---- bytes
@@ -181,5 +181,12 @@ def test_pages_in_parts_arrive_whole(name: str, form: str, layout: str, share: s
     pool.load(*other, "page", path="staged", validate="full").wait()
     assert all(torch.equal(a, b) for a, b in zip(rows, expected, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
+    for tensor in rows:
+        tensor.fill_(7)
+    layered = pool.load(*other, "page", path="staged", order="layer")
+    for layer in layered.layers:
+        layered.wait_layer(layer)
+    layered.wait()
+    assert all(torch.equal(a, b) for a, b in zip(rows, expected, strict=True))
     assert not pool.overwritten_guard()
     bench.close()

@@ -260,7 +260,7 @@ class Life:
         if self.yes():
             self.submit(drafts, None, {})
             return
-        drafts = [replace(draft, path="zero_copy") for draft in drafts]
+        drafts = [draft if self.by_layers(draft) else replace(draft, path="zero_copy") for draft in drafts]
         lists = [part.world.config.layers for draft in drafts for part in draft.part.moved]
         layers = sorted({layer for ids in lists for layer in ids})
         if self.yes():
@@ -268,6 +268,10 @@ class Life:
         else:
             some = self.some(layers, len(layers))
             self.submit(drafts, some, {"layers": some})
+
+    def by_layers(self, draft: Draft) -> bool:
+        """Whether the path of a draft takes single layers, too."""
+        return all(part.pool.program.cuts("load") for part in draft.part.moved)
 
     def chosen(self) -> list[Part]:
         """The pools that take part in a submission."""

@@ -235,7 +235,7 @@ class Bench:
         single = [path for path in paths if path != "staged"]  # no range of the copy engine is part of a page
         kinds = [self._whole_pages(paths), self._runs(paths), self._special(paths)]
         if self.pool.program.has_layers:
-            kinds.insert(1, self._layered(single))
+            kinds.insert(1, self._layered(paths if self.pool.program.cuts("load") else single))
         if self.pool.program.tokens and self.pool.page_size > 1:
             kinds.insert(1, self._tokens(single))
         if "zero_copy" in paths:
