@@ -274,7 +274,8 @@ class Range:
 class Program:
     """One (variant, form, layout) of a pool, with every address decided.
 
-    `steps`: names and values of all host bases and strides, each made of those before it.
+    `steps`: names and values of all host bases and strides, each made of those before it. `cuts`: whether the
+    bytes of a layer of a component are one run of the host page, so that a page can be moved layer by layer.
     """
 
     ident: str
@@ -288,11 +289,13 @@ class Program:
     steps: tuple[tuple[str, Expr], ...] = ()
     page_walk: bool = True
     token_walk: bool = True
+    cuts: bool = False
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A pool and its programs."""
+    """A pool and its programs. `by_layer`: directions that have kernels which move some layers of a page."""
 
     pool: Pool
     programs: tuple[Program, ...]
+    by_layer: tuple[str, ...] = ("load",)

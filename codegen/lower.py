@@ -53,7 +53,13 @@ def lower(pool: Pool) -> Lowered:
         for index, layout in enumerate(pool.layouts)
     ]
     _check_distinct(pool, programs)
-    return Lowered(pool, tuple(programs))
+    return Lowered(pool, tuple(programs), _by_layer(pool))
+
+
+def _by_layer(pool: Pool) -> tuple[str, ...]:
+    """Loads come in layer order. Rows that change wait in staging memory to be captured, and their pages are
+    large: a write-back of those is cut into layers, too. Other pools are spared the kernels."""
+    return ("write_back", "load") if pool.updates == "in_place" else ("load",)
 
 
 ROW = expr.parse("i // page_size")
@@ -214,7 +220,20 @@ def _program(
         ranges=_ranges(host),
         steps=tuple((f"host_{ident}_{axis}", value) for ident, axis, value in host.steps),
         token_walk=pool.has_tokens and all(item.token for item in items),
+        cuts=_cuts(layout, items),
     )
+
+
+def _cuts(layout: Layout, items: tuple[Item, ...]) -> bool:
+    """Whether each layer of each component is one run of the host page: nothing but `page`, `component` and
+    other layers stands in front of what a layer holds."""
+    known = {axis.name for item in items for axis in item.host.axes}
+    if "layer" not in known:
+        return False
+    outer = {"page", "component", "layer"}
+    order = [axis for axis in layout.order if axis in known or axis in ("component", "element")]
+    last = max(order.index(axis) for axis in outer if axis in order)
+    return set(order[:last]) <= outer
 
 
 def _devices(pool: Pool, parts: tuple[Part, ...], form: Form) -> tuple[tuple[Side, tuple[str, ...]], ...]:

@@ -68,11 +68,10 @@ def layer_lists(lowered: Lowered) -> list[str]:
     return sorted(named, key=lambda name: (name != "layers", name))
 
 
-def columns(lowered: Lowered) -> list[str | None]:
-    """What a step of a load in layer order says of the pool: the position in each layer list that a
-    component has, then (None) whether components without layers move."""
-    found = list(dict.fromkeys(item.layers for item in lowered.programs[0].items if item.layers is not None))
-    return [*found, *([None] if any(item.layers is None for item in lowered.programs[0].items) else [])]
+def columns(lowered: Lowered) -> tuple[Item, ...]:
+    """What a step says of the pool, a number for each: the position of a layer in the component's list, or
+    whether a component without layers moves."""
+    return lowered.programs[0].items
 
 
 # ---- layout.h ---------------------------------------------------------------------------------
@@ -318,13 +317,13 @@ def kernels_view(lowered: Lowered) -> dict[str, Any]:
         "wholes": [*(_whole(items, name) for name in bulk), *(_layer_whole(lowered, name) for name in bulk)],
         "columns": len(columns(lowered)),
         "column_names": columns_text(columns(lowered)),
-        "parts": [_part(part) for part in parts(names)],
+        "parts": [_part(part) for part in parts(names, lowered.by_layer)],
     }
 
 
-def columns_text(found: Sequence[str | None]) -> str:
+def columns_text(found: Sequence[Item]) -> str:
     """The columns of a step in words."""
-    words = [f"the position in {name}" if name else "whether the rest moves" for name in found]
+    words = [f"{item.name} " + (f"in {item.layers}" if item.layers else "or not") for item in found]
     return ", ".join(words) or "nothing"
 
 
@@ -378,15 +377,12 @@ def _whole(items: Sequence[Item], walk: str) -> dict[str, Any]:
 def _layer_whole(lowered: Lowered, walk: str) -> dict[str, Any]:
     """Steps in layer order: each component where its column says so."""
     lines = []
-    for at, name in enumerate(columns(lowered)):
-        for item in lowered.programs[0].items:
-            if item.layers == name and name:
-                move = f"move_{item.ident}_layer_{walk}<Way>(view, ids, count, steps.column({at}), lane)"
-                lines.append(f"lane = {move};")
-            elif item.layers == name:
-                lines.append(
-                    f"if (steps.column({at}).any()) move_{item.ident}_{walk}<Way>(view, ids, count);"
-                )
+    for at, item in enumerate(columns(lowered)):
+        if item.layers:
+            move = f"move_{item.ident}_layer_{walk}<Way>(view, ids, count, steps.column({at}), lane)"
+            lines.append(f"lane = {move};")
+        else:
+            lines.append(f"if (steps.column({at}).any()) move_{item.ident}_{walk}<Way>(view, ids, count);")
     return {
         "comment": f"Steps in layer order, {WALK_WORDS[walk]}; columns: {columns_text(columns(lowered))}.",
         "name": f"move_steps_{walk}",
@@ -399,11 +395,10 @@ def _layer_whole(lowered: Lowered, walk: str) -> dict[str, Any]:
 
 def _step(lowered: Lowered, call: Callable[[Item, str], str]) -> list[str]:
     """The lines of one step on the CPU: each component where its column says so."""
-    items, lines = lowered.programs[0].items, []
-    for at, name in enumerate(columns(lowered)):
-        mine = [item for item in items if item.layers == name]
+    lines = []
+    for at, item in enumerate(columns(lowered)):
         here = f"const u32 layer = pw::number(at + {at}); layer != pw::skipped"
-        lines += [f"if ({here}) {{", *(f"  {call(item, 'layer' if name else '')}" for item in mine), "}"]
+        lines.append(f"if ({here}) {call(item, 'layer' if item.layers else '')}")
     return lines
 
 
@@ -416,17 +411,14 @@ def host_id(walk: str) -> str:
     return "ids.host(id, u32(page_size))" if walk.endswith("tokens") else "ids.host(id)"
 
 
-def parts(names: Sequence[str]) -> list[str]:
+def parts(names: Sequence[str], by_layer: Sequence[str]) -> list[str]:
     """Kernels, compiled side by side; kernel k of a program is compiled with PW_PART=k.
 
     Those that take tokens come first: they take longest, and the compiler parses one part after the other.
     """
+    ways = {name: by_layer if name.startswith("layer_") else ("write_back", "load") for name in names}
     names = sorted(names, key=lambda name: not name.endswith("tokens"))
-    return [part for name in names for part in _part_names(name)]
-
-
-def _part_names(walk: str) -> list[str]:
-    return [f"load_{walk}"] if walk.startswith("layer_") else [f"write_back_{walk}", f"load_{walk}"]
+    return [f"{way}_{name}" for name in names for way in ways[name]]
 
 
 def _part(part: str) -> dict[str, Any]:
@@ -456,7 +448,7 @@ STEPS = "u32 steps, u32 window, u32* done"
 def in_windows(lines: Sequence[str]) -> list[str]:
     """All steps, `now` of them at a time from step `n` on."""
     return [
-        "u32 lane = pw::lane();",
+        "[[maybe_unused]] u32 lane = pw::lane();",
         "for (u32 n = 0; n < steps; n += window) {",
         "  const u32 now = pw::fewer(window, steps - n);",
         *(f"  {line}" for line in lines),
@@ -489,7 +481,7 @@ def host_view(lowered: Lowered) -> dict[str, Any]:
             *(_host_step(lowered, name) for name in bulk),
         ],
         "entries": [_entry(name) for name in bulk],
-        "lanes": [_lanes(part) for part in parts(names)],
+        "lanes": [_lanes(part) for part in parts(names, lowered.by_layer)],
     }
 
 

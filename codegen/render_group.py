@@ -36,6 +36,11 @@ class Member:
         return render_cpp.walks(self.lowered)
 
     @property
+    def parts(self) -> list[str]:
+        """Its kernels."""
+        return render_cpp.parts(self.walks, self.lowered.by_layer)
+
+    @property
     def arguments(self) -> str:
         """Name of the class of its constructor's arguments."""
         return f"{camel(self.name)}Arguments"
@@ -67,9 +72,9 @@ def kernels_view(group: Group, pools: Mapping[str, Lowered]) -> dict[str, Any]:
 
 def parts(moved: Sequence[Member]) -> list[str]:
     """Kernels of the group: those of its pools. One for tokens takes members by page, too."""
-    names = {walk for member in moved for walk in member.walks}
+    found = {part for member in moved for part in member.parts}
     order = ("pages", "tokens", "layer_pages", "layer_tokens")
-    return render_cpp.parts([walk for walk in order if walk in names])
+    return [part for part in render_cpp.parts(order, ("write_back", "load")) if part in found]
 
 
 def _included(member: Member) -> dict[str, Any]:
@@ -86,12 +91,17 @@ def _included(member: Member) -> dict[str, Any]:
 def _kernel(part: str, moved: Sequence[Member]) -> dict[str, Any]:
     layered = "_layer_" in part
     way = "WriteBack" if part.startswith("write_back") else "Load"
-    lines = [_only(member, f"{_call(part, way, member)};") for member in moved]
+    # A pool's page that is cut on its way out is alone in its launch: others have no part in that kernel.
+    only = [member for member in moved if way == "Load" or not layered or part in member.parts]
+    lines = [_only(member, f"{_call(part, way, member)};") for member in only]
     lines = render_cpp.in_windows(lines) if layered else lines
+    if only != moved:  # all of them may be switched off
+        lines.insert(0, "(void)few;")
     tail = ["pw::Few few", *(render_cpp.STEPS.split(", ") if layered else [])]
-    taken = [
-        _only(m, f"PW_PARAM {m.name}::View {m.name}_view, PW_PARAM pw::Ids {m.name}_ids,") for m in moved
-    ]
+    taken = []
+    for m in moved:
+        view, ids = (f" {m.name}_view", f" {m.name}_ids") if m in only else ("", "")
+        taken.append(_only(m, f"PW_PARAM {m.name}::View{view}, PW_PARAM pw::Ids{ids},"))
     given = [_only(m, f"{m.name}_view, {m.name}_ids,") for m in moved]
     return {
         "name": part,

@@ -261,14 +261,14 @@ def _spec(lowered: Lowered) -> list[str]:
     lines += ["},", "programs={"]
     lines += [
         f'    ("{p.form.name}", "{p.layout.name}"): Program("{render_cpp.local_name(p)}", '
-        f"walks_{p.form.name}_{p.layout.name}, tokens={p.token_walk}),"
+        f"walks_{p.form.name}_{p.layout.name}, tokens={p.token_walk}, cuts={p.cuts}),"
         for p in _symbolic(lowered)
     ]
     lines += ["},", "extents={"]
     for choice in lower.choices(pool):
         lines.append(f"    {strings(value for _, value in choice)}: {family_function(choice)},")
     lines.append("},")
-    kernels = render_cpp.parts(render_cpp.walks(lowered)) if pool.components else []
+    kernels = render_cpp.parts(render_cpp.walks(lowered), lowered.by_layer) if pool.components else []
     lines.append(f"parts={strings(kernels)},")
     lines.append(f"layer_lists={strings(render_cpp.layer_lists(lowered))},")
     lines += _rest(pool)
@@ -445,11 +445,9 @@ def _staging(lowered: Lowered) -> list[str]:
         "self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()",
         "if not self.can_use_write_back_jit:",
         "    return",
-        "self.staging_pages = self._staging_capacity()",
-        "layout = self.host_layout(self.staging_pages)",
-        "self.staging = self._allocate_staging(layout.nbytes)",
+        "slot = self._staging_slot()",
+        "self.staging_pages = slot.pages",
+        "self.staging = self._allocate_staging(slot)",
     ]
-    lines += [
-        f'self.staging_{item.ident} = self._view(self.staging, layout, "{item.ident}")' for item in items
-    ]
+    lines += [f'self.staging_{item.ident} = self._view(self.staging, "{item.ident}")' for item in items]
     return lines

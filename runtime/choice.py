@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poolwright.runtime.costs import BACKGROUND_PATIENCE, Costs, Work, predict
+from poolwright.runtime.costs import BACKGROUND_PATIENCE, Costs, Work, predict, told_soon
 
 PATHS = ("zero_copy", "staged", "host", "torch")
 
@@ -31,7 +31,7 @@ def choose(work: Work, paths: Sequence[Availability], costs: Costs, forced: str 
         return _forced(forced, usable, paths, work)
     if "host" in usable:
         return "host"
-    if "staged" in usable and not work.layered and _by_copies(work, usable, costs):
+    if "staged" in usable and _by_copies(work, usable, costs):
         return "staged"
     for path in PATHS:
         if path in usable:
@@ -42,6 +42,8 @@ def choose(work: Work, paths: Sequence[Availability], costs: Costs, forced: str 
 def _by_copies(work: Work, usable: Sequence[str], costs: Costs) -> bool:
     if "zero_copy" not in usable or (work.in_place and work.direction == "write_back"):
         return True
+    if work.steps and (work.qos == "urgent" or not told_soon(work, costs)):
+        return False
     staged, direct = predict("staged", work, costs), predict("zero_copy", work, costs)
     assert staged is not None and direct is not None
     return staged < direct * (BACKGROUND_PATIENCE if work.qos == "background" else 1)
@@ -53,7 +55,9 @@ def _forced(path: str, usable: Sequence[str], paths: Sequence[Availability], wor
     report = next((p for p in paths if p.path == path), None)
     reason = ""
     if report and report.available:
-        what = "single layers" if work.layered else "scattered tokens, or pages checked on the device"
+        what = "scattered tokens, or pages checked on the device"
+        if work.steps:
+            what = f"single layers that are no runs of the host page, {what}"
         reason = f"it moves whole pages, and these are {what}"
     reason = reason or (report.reason if report else f"expected one of {', '.join(PATHS)}")
     raise ValueError(f"path {path!r} was asked for and cannot be taken: {reason}")

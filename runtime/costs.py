@@ -13,19 +13,27 @@ BACKGROUND_PATIENCE = 1.5
 """A transfer in the background may take so many times as long, if it leaves the SMs to others for it."""
 
 
+FRONT = 3
+"""Windows of a load in layer order that are smaller than its chunks would be."""
+
+FIRST_LATE = 20e-6
+"""Seconds that the CPU may spend on the copies of a first layer, which everybody waits for."""
+
+
 @dataclass(frozen=True)
 class Work:
     """What is moved: ``write_back`` or ``load``, bytes of one range, ranges, bytes in all.
 
-    `merged`: ranges that are neighbours on the host and copied as one, on average. `slot_bytes`: what a slot
-    of staging memory holds. `qos`: ``background``, ``urgent`` or None.
+    `merged`: ranges that are neighbours on the host and copied as one, on average. `steps`: layers that are
+    told one by one, 0: none are. `slot_bytes`: what a slot of staging memory holds. `qos`: ``background``,
+    ``urgent`` or None.
     """
 
     direction: str
     range_bytes: int
     ranges: int
     total: int
-    layered: bool = False
+    steps: int = 0
     in_place: bool = False
     whole_pages: bool = True
     merged: int = 1
@@ -112,6 +120,11 @@ def predict(path: str, work: Work, costs: Costs) -> float | None:
     return max(device, cpu) if work.qos == "urgent" else device
 
 
+def told_soon(work: Work, costs: Costs) -> bool:
+    """Whether staged copies of a first layer are few enough to be submitted at once."""
+    return work.ranges <= max(work.steps, 1) * FIRST_LATE / costs.of(work.direction).submit_copy
+
+
 def _direct(work: Work, rates: Rates) -> tuple[float, float]:
     """Seconds of the device and of the CPU."""
     return rates.direct_start + work.total / rates.direct_rate, rates.submit_direct
@@ -119,6 +132,8 @@ def _direct(work: Work, rates: Rates) -> tuple[float, float]:
 
 def _staged(work: Work, rates: Rates) -> tuple[float, float]:
     chunks = max(rates.chunks(work.total), -(-work.total // max(work.slot_bytes, 1)))
+    if work.steps:  # small windows in front
+        chunks = min(chunks + FRONT, work.steps)
     copies = max(-(-work.ranges // work.merged), chunks)
     moving = max(work.total / rates.link_rate, copies * rates.copy)
     first = work.total / chunks / rates.relayout_rate

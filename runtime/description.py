@@ -105,11 +105,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Program:
-    """One form and layout: its name in C++, its runs, whether ids may address single tokens."""
+    """One form and layout: its name in C++, its runs, whether ids may address single tokens, whether each
+    layer of a component is one run of a host page."""
 
     name: str
     walks: Callable[..., tuple[Walk, ...]]
     tokens: bool
+    cuts: bool = False
 
 
 @dataclass(frozen=True)

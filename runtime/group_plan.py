@@ -9,9 +9,11 @@ from typing import Any
 
 from poolwright.runtime.description import Param, SizeOf, Sizes, bind_params, size_of
 from poolwright.runtime.errors import OutOfMemoryBudget
+from poolwright.runtime.parts import least_bytes
 from poolwright.runtime.pool import HostPool, RequiredBytes
 
 OFF = "off"
+NO_BOUND = 1 << 62
 _GIVEN = ("capacity_pages", "capacity_bytes", "staging_bytes", "capture_bytes", "page_size")
 """Arguments of a pool that its group decides."""
 
@@ -79,15 +81,18 @@ def plan(
     amounts = _amounts(spec, budget, capacity_pages)
     lists = {name: _layer_ids(spec, name, ids) for name, ids in layers.items()}
     given = {name: _arguments(spec, name, members[name], known, lists, page_size, layout) for name in amounts}
-    single = {name: _need(spec, name, each, capacity_pages=1) for name, each in given.items()}
+    sized = {"capacity_pages": 1, "staging_bytes": NO_BOUND}
+    single = {name: _need(spec, name, each, **sized) for name, each in given.items()}
     pages = _pages(spec, single, amounts, capacity_bytes, capacity_pages)
     for name, count in pages.items():
         given[name]["capacity_pages"] = count
     weights = {name: single[name].page * count for name, count in pages.items()}
     changing = {name for name in weights if spec.members[name].pool.spec.updates == "in_place"}
-    bounds = _split(staging_bytes, weights, set() if capture_bytes is None else changing)
+    least = {name: least_bytes(single[name].program) for name in weights}
+    kept = {name: weights[name] for name in weights if capture_bytes is None or name not in changing}
+    bounds = _split(spec, "staging_bytes", staging_bytes, kept, least)
     if capture_bytes is not None:
-        bounds |= _split(capture_bytes, {name: weights[name] for name in changing}, set())
+        bounds |= _split(spec, "capture_bytes", capture_bytes, {n: weights[n] for n in changing}, least)
     for name, bound in bounds.items():
         given[name]["staging_bytes"] = bound
     return {name: (each, _need(spec, name, each)) for name, each in given.items()}
@@ -276,8 +281,14 @@ def _fitting(spec: GroupSpec, family: Sequence[str], single: Mapping[str, Requir
     return count
 
 
-def _split(nbytes: int, weights: Mapping[str, int], without: set[str]) -> dict[str, int]:
-    """Shares of `nbytes` in proportion to the weights."""
-    taking = {name: weight for name, weight in weights.items() if name not in without}
-    total = max(sum(taking.values()), 1)
-    return {name: nbytes * weight // total for name, weight in taking.items()}
+def _split(
+    spec: GroupSpec, what: str, nbytes: int, weights: Mapping[str, int], least: Mapping[str, int]
+) -> dict[str, int]:
+    """Shares of `nbytes`, the argument `what`: the least that each pool takes, of the rest in proportion to
+    the weights. Raises OutOfMemoryBudget."""
+    needed = sum(least[name] for name in weights)
+    if needed > nbytes:
+        pools = ", ".join(f"{name} {least[name]:,}" for name in weights)
+        raise OutOfMemoryBudget(f"{spec.name}: staging memory ({pools})", needed, nbytes, f"raise {what}")
+    total, rest = max(sum(weights.values()), 1), nbytes - needed
+    return {name: least[name] + rest * weight // total for name, weight in weights.items()}

@@ -103,6 +103,17 @@ class Launcher:
         unit, nbytes = self._fill(parts, stream, keep)
         self._launch_of(direction, False, unit)(stream, self._kernels.grid(purpose, nbytes))
 
+    def launch_steps(
+        self, direction: str, purpose: str, part: Part, stream: Stream, keep: list[object]
+    ) -> None:
+        """Move at once what the steps of a part say of its pages. `keep` as above."""
+        assert part[3] is not None
+        steps = len(part[3].numbers) // self._blocks[part[0]].columns
+        unit, step_bytes = self._fill([part], stream, keep, steps)
+        self._steps.value, self._window.value, self._done.value = steps, steps, 0
+        launch = self._launch_of(direction, True, unit)
+        launch(stream, self._kernels.grid(purpose, steps * step_bytes))
+
     def load_layers(
         self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int, counters: int
     ) -> Told:
@@ -128,8 +139,13 @@ class Launcher:
         launch(stream, grid)
         return Told(event, first, counted, left if counted else 0, grid * self._kernels.arrivals)
 
-    def _fill(self, parts: Sequence[Part], stream: Stream, keep: list[object]) -> tuple[str, int]:
-        """Fill in the blocks of parameters; the unit of the kernel that takes them, and bytes (of a step)."""
+    def _fill(
+        self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int = 1
+    ) -> tuple[str, int]:
+        """Fill in the blocks of parameters; the unit of the kernel that takes them, and bytes (of a step).
+
+        `steps`: how many a lane counts at once.
+        """
         layered = parts[0][3] is not None
         if len(self._blocks) > 1:
             self._clear_others(parts)
@@ -150,7 +166,7 @@ class Launcher:
                 count = self._listed(block, batch, here, stream, keep)
                 unit = "tokens" if batch.unit == "tokens" else unit
             most, each = (block.layered if layered else block.sizes)[batch.unit]
-            if count > most:
+            if count * steps > most:
                 raise PoolError(
                     f"{count} {batch.unit} are more than one launch can count; move fewer at once"
                 )

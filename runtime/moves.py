@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,13 +36,15 @@ class Move(NamedTuple):
 
 
 class Steps:
-    """Numbers of the steps of a load in layer order for one pool; `memory`: where the device has them."""
+    """Numbers of the steps of a load in layer order for one pool; `memory`: where the device has them;
+    `cuts`: what staging makes of them, by how they are cut."""
 
-    __slots__ = ("memory", "numbers")
+    __slots__ = ("cuts", "memory", "numbers")
 
     def __init__(self, numbers: array[int]) -> None:
         self.numbers = numbers
         self.memory: Memory | None = None
+        self.cuts: dict[tuple[int, int], list[Any]] = {}
 
 
 class Order(NamedTuple):
@@ -65,7 +67,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """Staging memory of one pool: equal slots, used in turn, of so many pages each.
+    """Staging memory of one pool: equal slots, used in turn, of so many pages each (0: of a part of a page).
 
     `shared`: both directions use the same slots, else each has its own half of them.
     """
@@ -76,7 +78,7 @@ class Ring:
     shared: bool
 
     def slot(self, number: int) -> Place:
-        return Place(self.memory.address + number * self.slot_bytes, self.slot_pages)
+        return Place(self.memory.address + number * self.slot_bytes, max(self.slot_pages, 1))
 
 
 class Member:
@@ -106,8 +108,8 @@ class Member:
         self.binding: Binding | None = None
         self.table: Memory | None = None
         self._at = [
-            None if column is None else {layer: position for position, layer in enumerate(lists[column])}
-            for column in program.columns
+            None if name is None else {layer: position for position, layer in enumerate(lists[name])}
+            for name in program.lists.values()
         ]
 
     @property
@@ -116,13 +118,15 @@ class Member:
         return self.buffer.tensor
 
     def step(self, layer: int, first: bool) -> list[int]:
-        """The numbers of one step: the layer's position in each list, and whether the rest moves now."""
+        """The numbers of one step: the layer's position in each component's list; what has no layers moves
+        with the `first`."""
         return [(0 if first else ABSENT) if at is None else at.get(layer, ABSENT) for at in self._at]
 
     def positions(self, numbers: Sequence[int]) -> dict[str | None, list[int]]:
-        """What the steps say, by column: positions in each layer list; None: [0] if the rest moves."""
-        columns = self.program.columns
+        """What the steps of a load in layer order say: positions in each layer list; None: [0] if what has
+        no layers moves."""
+        lists = self.program.lists
         return {
-            name: [number for number in numbers[at :: len(columns)] if number != ABSENT]
-            for at, name in enumerate(columns)
+            name: [number for number in numbers[at :: len(lists)] if number != ABSENT]
+            for at, name in enumerate(lists.values())
         }

@@ -31,13 +31,12 @@ from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_b
 from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pages import Pages
+from poolwright.runtime.parts import Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
-from poolwright.runtime.staging import slots_of
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers, together
 
-PAGE_ALIGN = 256
 GIB = 1 << 30
 CHOICES_KEPT = 4096
 """Sizes of transfers whose path is remembered."""
@@ -134,7 +133,7 @@ class HostPool(Pages):
         self.page_num = _capacity(self.spec, self.program, capacity_pages, capacity_bytes)
         self.size = self.page_num * page_size
         self.page_bytes = self.host_layout(self.page_num).page_bytes
-        self.staging_bytes = _staging_bound(self.spec, staging_bytes, capture_bytes)
+        self._staging_bound = _staging_bound(self.spec, staging_bytes, capture_bytes)
         self._followers: tuple[HostPool, ...] = ()  # pools of a group that take this one's ids
         self._source: str | None = None  # the pool whose ids this one takes
         self._bound: Binding | None = None
@@ -241,9 +240,8 @@ class HostPool(Pages):
         program = cls.sized(params, dtypes, layers, variants, page_size, layout, form)
         pages = _capacity(cls.spec, program, capacity_pages, capacity_bytes)
         host = program.host(pages)
-        slot = _slot_pages(program, pages, _staging_bound(cls.spec, staging_bytes, capture_bytes))
-        slots = slots_of(cls.spec.updates == "in_place")
-        staging = 0 if host.page_bytes == 0 else slots * indices_align(program.host(slot).nbytes)
+        slot = slot_of(program, pages, *_staging_bound(cls.spec, staging_bytes, capture_bytes))
+        staging = slots_of(cls.spec.updates == "in_place") * slot.nbytes
         return RequiredBytes(pages, host.nbytes, staging, host.page_bytes, program)
 
     def host_layout(self, pages: int) -> HostLayout:
@@ -531,27 +529,31 @@ class HostPool(Pages):
     def _init_write_back_staging_buffers(self) -> None:
         raise PoolError(f"{type(self).__name__} has no generated staging buffers; run `codegen build`")
 
-    def _staging_capacity(self) -> int:
-        """Pages of one staging slot."""
-        return _slot_pages(self.program, self.page_num, self.staging_bytes)
+    def _staging_slot(self) -> Slot:
+        """One slot of staging memory. Raises OutOfMemoryBudget where the bound is too small."""
+        return slot_of(self.program, self.page_num, *self._staging_bound)
 
-    def _allocate_staging(self, slot_bytes: int) -> Memory:
-        nbytes = slots_of(self.spec.updates == "in_place") * indices_align(slot_bytes)
+    def _allocate_staging(self, slot: Slot) -> Memory:
+        nbytes = slots_of(self.spec.updates == "in_place") * slot.nbytes
         memory = self._backend.driver.allocate(nbytes + GUARD)
         return Memory(memory.address, nbytes, memory.tensor[:nbytes])
 
-    def _view(self, memory: Memory, layout: HostLayout, ident: str) -> torch.Tensor | None:
+    def _view(self, memory: Memory, ident: str) -> torch.Tensor | None:
         """The first slot of a staging buffer, seen as one component's axes, then its item's bytes; None
-        for a component that is not there."""
-        if not self.program.present(ident):
+        for a component that is not there, and where a slot is smaller than a page."""
+        if not self.program.present(ident) or not self.staging_pages:
             return None
+        layout = self.host_layout(self.staging_pages)
         return host_view(memory.tensor, layout, ident, self.program.itemsize(ident))
 
     def _ring(self) -> Ring | None:
         if self.staging is None:
             return None
-        slot = indices_align(self.host_layout(self.staging_pages).nbytes)
-        return Ring(self.staging, self.staging_pages, slot, self.spec.updates == "in_place")
+        return Ring(self.staging, self.staging_pages, self._slot_bytes, self.spec.updates == "in_place")
+
+    @property
+    def _slot_bytes(self) -> int:
+        return 0 if self.staging is None else self.staging.nbytes // slots_of(self.spec.updates == "in_place")
 
     def _settle(self, pages: set[int], reads: bool) -> None:
         self._transfers.settle(self.name, pages, reads)
@@ -571,13 +573,14 @@ class HostPool(Pages):
         self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
     ) -> tuple[str, float | None]:
         """The path, and the seconds that the cost model expects of it."""
-        pages, whole = len(batch.host), not layered
+        pages, whole = len(batch.host), not layered or self.program.cuts("load")
         if batch.on_device is not None:
             whole = whole and batch.bad is None  # else the device skips wrong ones
         elif batch.unit == "tokens":
             pages, whole = -(-pages // self.page_size), False
         forced = self._forced if path is None else path
-        merged = _merged(batch) if whole and self._merges and forced != "zero_copy" else 1
+        merges = whole and not layered and self._merges and forced != "zero_copy"
+        merged = _merged(batch) if merges else 1
         key = (direction, pages, layered, whole, merged, qos, forced)
         taken = self._choices.get(key)
         if taken is None:
@@ -600,17 +603,17 @@ class HostPool(Pages):
         qos: str | None,
         forced: str,
     ) -> tuple[str, float | None]:
-        ranges = max(1, self._backend.range_count)
+        ranges = max(1, len(units(self.program)) if layered and whole else self._backend.range_count)
         work = Work(
             direction=direction,
             range_bytes=self.page_bytes // ranges,
             ranges=pages * ranges,
             total=pages * self.page_bytes,
-            layered=layered,
+            steps=max(1, len(self.layers)) if layered else 0,
             in_place=self.spec.updates == "in_place",
             whole_pages=whole,
             merged=merged,
-            slot_bytes=self.staging_pages * self.page_bytes,
+            slot_bytes=self._slot_bytes,
             qos=qos,
         )
         costs = self._shared.code.costs
@@ -625,24 +628,15 @@ def _merged(batch: indices.Batch) -> int:
     return 1 << (len(pages) // max(runs, 1)).bit_length() - 1 if pages else 1
 
 
-def indices_align(nbytes: int) -> int:
-    """Slots of staging memory start at multiples of this."""
-    return -(-nbytes // PAGE_ALIGN) * PAGE_ALIGN
-
-
-def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None) -> int:
-    """Bytes of all slots together. A write-back of rows that change is captured in staging memory: that is
-    what capture_bytes bounds. Raises ValueError."""
+def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None) -> tuple[int, str]:
+    """Bytes of all slots together, and the argument that says so. A write-back of rows that change is
+    captured in staging memory: that is what capture_bytes bounds. Raises ValueError."""
     _whole(spec, "staging_bytes", staging_bytes, 0)
     if capture_bytes is not None:
         _whole(spec, "capture_bytes", capture_bytes, 0)
-    return staging_bytes if capture_bytes is None or spec.updates != "in_place" else capture_bytes
-
-
-def _slot_pages(program: SizedProgram, pages: int, staging_bytes: int) -> int:
-    """Pages of one slot: all slots together stay within the bound, but one page always fits."""
-    page = max(program.host(1).nbytes, 1)
-    return max(1, min(pages, staging_bytes // slots_of(program.spec.updates == "in_place") // page))
+    if capture_bytes is None or spec.updates != "in_place":
+        return staging_bytes, "staging_bytes"
+    return capture_bytes, "capture_bytes"
 
 
 def _layers_of(program: SizedProgram, lists: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -83,6 +83,11 @@ class SizedProgram:
         """What is compiled together: this program alone."""
         return (self,)
 
+    def cuts(self, direction: str) -> bool:
+        """Whether a transfer in this direction can be cut inside a page, into layers."""
+        program = self.spec.programs[self.form, self.layout]
+        return program.cuts and f"{direction}_layer_pages" in self.spec.parts
+
     @cached_property
     def lists(self) -> Mapping[str, str | None]:
         """The layer list of each placed component by its ident, in order; None: it has no layers."""
@@ -90,11 +95,10 @@ class SizedProgram:
         named = {held[c.name].ident if c.name in held else c.ident: c.layers for c in self.spec.components}
         return {part.ident: named[part.ident] for part in self.device}
 
-    @cached_property
-    def columns(self) -> tuple[str | None, ...]:
-        """What a step in layer order says of this pool: see `columns` in its kernels.cu."""
-        named = [name for name in dict.fromkeys(self.lists.values()) if name is not None]
-        return (*named, *([None] if None in self.lists.values() else []))
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Components that a step has a number for: see `columns` in kernels.cu."""
+        return tuple(self.lists)
 
     def defines(self, align: int) -> tuple[tuple[str, str], ...]:
         """Macros that make a program of the generated sources."""

@@ -2,11 +2,14 @@
 
 Every pool has staging memory of its own, in equal slots; those of all pools are used in step. A slot holds
 whole pages in the host's layout, so every range of a page is one copy, and neighbouring host pages merge
-into longer ones. While the copy engine empties one slot, kernels fill the next.
+into longer ones; or, where a page is larger than a slot may be, a part of one. What goes through a slot in
+one turn is a *fill*, and moves in *chunks*: while the copy engine empties one chunk, kernels fill the next,
+in the same slot or the next one.
 
 Note [Slots]: a slot is used again after the event that stands for it. Its first use in a transfer is behind
 all of the direction's earlier transfers, since a write-back ends with its copies joined and a load starts
 behind the one before; so events are kept from one transfer to the next only where directions share slots.
+Chunks of one fill lie side by side and wait for nothing of each other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from poolwright.runtime.costs import Costs
@@ -22,21 +25,23 @@ from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.memory import GUARD, PATTERN
-from poolwright.runtime.moves import Member, Move, Ring
-from poolwright.runtime.pages import spans
-
-SLOTS = 2
-"""Slots that a direction uses in turn: one is filled while the other is emptied."""
+from poolwright.runtime.moves import Member, Move, Order, Place, Ring
+from poolwright.runtime.parts import SLOTS, Cut, Cutter, Run, Slot
+from poolwright.runtime.ticket import LayerEvents
 
 
-def slots_of(in_place: bool) -> int:
-    """Slots of a pool: two for each direction, so that one does not wait for the other. Where rows change,
-    both share two: all of the memory is to hold what waits to be captured."""
-    return SLOTS if in_place else 2 * SLOTS
+class _Piece(NamedTuple):
+    """What a chunk moves of one pool: host pages, the ids with positions in the slot for them; the position
+    of the first, and which part of each page (None: all of it)."""
+
+    pages: Sequence[int]
+    batch: Batch
+    first: int
+    cut: Cut | None
 
 
 class _Stage:
-    """A member's slots, and where the ranges of its pages lie on both sides.
+    """A member's slots, and where its pages lie on both sides.
 
     `borders`: host addresses that no copy crosses, where one registration ends and the next begins.
     """
@@ -45,33 +50,71 @@ class _Stage:
         self.member, self.ring, self.borders = member, ring, member.buffer.borders
         self.page_bytes = max(member.layout.page_bytes, 1)
         self.slots = [ring.slot(number) for number in range(SLOTS if ring.shared else 2 * SLOTS)]
-        inside = spans(member.program, ring.slot_pages)
-        self.spans = tuple(zip(spans(member.program, member.place.pages), inside, strict=True))
+        self.cutter = Cutter(member.program, member.place.pages, Slot(ring.slot_pages, ring.slot_bytes))
+        self.fills_a_page = max(1, len(self.cutter.parts))
 
-    def chunks(self, batch: Batch, wanted: int) -> Iterator[tuple[list[int], Batch]]:
-        """About `wanted` parts of a batch that fit a slot: host pages, and the ids with positions in the slot
-        for them. They come in the order of their host pages, so that runs merge."""
+    def fills(
+        self, batch: Batch, direction: str, wanted: int, cuts: Sequence[Cut] | None = None
+    ) -> Iterator[list[_Piece]]:
+        """What goes through each slot in turn, in about `wanted` pieces in all; or `cuts` of every page.
+        Pages come in the order in which they lie on the host, so that runs merge."""
         host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
-        count = len(host)
-        size = chunk_pages(count, wanted, self.ring.slot_pages)
+        count, most = len(host), max(self.ring.slot_pages, 1)
         if on_device is None:
             places = sorted(range(count), key=host.__getitem__)
             host, device = [host[at] for at in places], array("I", [device[at] for at in places])
         span = 0 if on_device is None else len(on_device) // count
-        inside = array("I", range(min(size, count)))
-        for i in range(0, count, size):
-            pages = host[i : i + size]
-            part = on_device if on_device is None else on_device[i * span : (i + size) * span]
-            yield pages, Batch(batch.unit, inside[: len(pages)], device[i : i + size], on_device=part)
+        inside = array("I", range(min(most, count)))
 
-    def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
-        """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
-        runs, origin = _runs(pages), self.member.place.address
-        for outer, inner in self.spans:
-            size, inside, start = outer.nbytes, base + inner.start, origin + outer.start
-            host = [start + first * size for first, _, _ in runs]
-            slot = [inside + at * size for _, at, _ in runs]
-            sizes = [count * size for _, _, count in runs]
+        def piece(start: int, end: int, fill: int, cut: Cut | None) -> _Piece:
+            part = on_device if on_device is None else on_device[start * span : end * span]
+            at = inside[start - fill : end - fill]
+            ids = Batch(batch.unit, at, device[start:end], on_device=part)
+            return _Piece(host[start:end], ids, start - fill, cut)
+
+        size = chunk_pages(count, wanted, most)
+        for fill in range(0, count, most):
+            end = min(fill + most, count)
+            parts = self._cuts(direction, end - fill, -(-wanted * (end - fill) // count))
+            if cuts is not None:
+                yield from ([piece(fill, end, fill, cut)] for cut in cuts)
+            elif parts:
+                yield from ([piece(fill, end, fill, cut) for cut in part] for part in parts)
+            else:
+                yield [piece(at, min(at + size, end), fill, None) for at in range(fill, end, size)]
+
+    def _cuts(self, direction: str, pages: int, wanted: int) -> list[list[Cut]]:
+        """How so many pages are cut for about `wanted` pieces, those of each fill; none: between pages."""
+        cutter, parts = self.cutter, self.cutter.parts
+        if not parts and wanted > pages and direction in cutter.ways:
+            parts = ((0, len(cutter.units)),)
+        return [
+            [
+                cutter.cut(direction, part[0], *piece)
+                for piece in cutter.pieces(*part, -(-wanted // len(parts)))
+            ]
+            for part in parts
+        ]
+
+    def add(self, chunk: _Chunk, number: int, piece: _Piece) -> None:
+        """Add a piece of this member, which has that number, to what a chunk launches and copies."""
+        place, cut = self.slots[chunk.slot_number], piece.cut
+        if cut is None:
+            chunk.parts.append((number, place, piece.batch, None))
+        else:
+            shifted = Place(place.address - cut.shift, place.pages)
+            chunk.cut.append((number, shifted, piece.batch, cut.steps))
+        self._copies(chunk, piece, self.cutter.whole if cut is None else cut.runs, place.address)
+
+    def _copies(self, chunk: _Chunk, piece: _Piece, of_a_page: Sequence[Run], base: int) -> None:
+        neighbours = _runs(piece.pages)
+        single = [(page, at, 1) for at, page in enumerate(piece.pages)]
+        origin, first = self.member.place.address, piece.first
+        for start, step, inside, inside_step, nbytes in of_a_page:
+            runs = neighbours if nbytes == step == inside_step else single
+            host = [origin + start + page * step for page, _, _ in runs]
+            slot = [base + inside + (first + at) * inside_step for _, at, _ in runs]
+            sizes = [count * nbytes for _, _, count in runs]
             if self.borders:
                 host, slot, sizes = _cut(host, slot, sizes, self.borders)
             chunk.host.extend(host)
@@ -80,24 +123,32 @@ class _Stage:
 
 
 class _Chunk(NamedTuple):
-    """One launch and one batch of copies: what goes through one slot of every pool.
+    """Launches and one batch of copies: what goes through one slot of every pool at once.
 
-    `last`: nothing else of this transfer goes through the slot.
+    `first`, `last`: of its fill. `again`: the slot is used once more in this transfer. `cut`: parts of pages,
+    each of which takes a launch of its own.
     """
 
     slot_number: int
+    first: bool
     last: bool
+    again: bool
     parts: list[Part]
+    cut: list[Part]
     host: list[int]
     slot: list[int]
     sizes: list[int]
 
 
+_Turn = Sequence[Sequence[_Piece]]
+"""A fill of every move, in their order; empty for those that have none left."""
+
+
 class Staging:
     """Moves batches through the slots of their pools. Not thread safe: its owner holds a lock.
 
-    `delayed`: of the last write-back, pages that were read only after others had left the staging memory,
-    because they are more than it holds.
+    `delayed`: of the last write-back, pages that were read, in part or as a whole, only after others had left
+    the staging memory, because they are more than it holds.
     """
 
     def __init__(self, driver: Driver, costs: Costs) -> None:
@@ -127,39 +178,87 @@ class Staging:
     ) -> Event:
         """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
         driver = self._driver
-        self.delayed = sum(
-            max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
-        )
-        for chunk in self._chunks(moves, "write_back"):
+        self.delayed = sum(self._late(move) for move in moves)
+        turns = self._fills(moves, "write_back")
+        for chunk in self._chunks(moves, "write_back", turns, len(turns)):
             slot = chunk.slot_number
             free = self._free[slot]
-            if free is not None:
+            if free is not None and chunk.first:
                 driver.wait(stream, free)
                 self._free[slot] = None
-            launcher.launch("write_back", "gather", chunk.parts, stream, keep)
+            self._launch(launcher, "write_back", "gather", chunk, stream, keep)
             driver.follow(copies, stream)
             driver.copy(chunk.host, chunk.slot, chunk.sizes, copies, inward=False)
-            if self._shared or not chunk.last:
+            if chunk.last and (self._shared or chunk.again):
                 self._free[slot] = driver.record(copies)
         return driver.record(stream)
 
     def load(
-        self, launcher: Launcher, moves: Sequence[Move], stream: Stream, copies: Stream, keep: list[object]
-    ) -> None:
-        """Copy in `copies`, scatter in `stream`."""
+        self,
+        launcher: Launcher,
+        moves: Sequence[Move],
+        stream: Stream,
+        copies: Stream,
+        keep: list[object],
+        order: Order | None = None,
+    ) -> LayerEvents | None:
+        """Copy in `copies`, scatter in `stream`; in an order of layers, when each of them is there."""
         driver = self._driver
         driver.follow(copies, stream)
-        for chunk in self._chunks(moves, "load"):
+        if order is None:
+            turns = self._fills(moves, "load")
+            self._move_in(launcher, self._chunks(moves, "load", turns, len(turns)), stream, copies, keep)
+            return None
+        events: list[Event] = []
+        ends = self._windows(moves, order)
+        windows = [self._layers(moves, order, *window) for window in pairwise([0, *ends])]
+        left = sum(map(len, windows))
+        for window in windows:
+            self._move_in(launcher, self._chunks(moves, "load", window, left), stream, copies, keep)
+            events.append(driver.record(stream))
+            left -= len(window)
+        return LayerEvents(events, ends)
+
+    def _move_in(
+        self,
+        launcher: Launcher,
+        chunks: Iterator[_Chunk],
+        stream: Stream,
+        copies: Stream,
+        keep: list[object],
+    ) -> None:
+        driver = self._driver
+        for chunk in chunks:
             slot = chunk.slot_number
             free = self._free[slot]
-            if free is not None:
+            if free is not None and chunk.first:
                 driver.wait(copies, free)
                 self._free[slot] = None
             driver.copy(chunk.slot, chunk.host, chunk.sizes, copies, inward=True)
             driver.follow(stream, copies)
-            launcher.launch("load", "scatter", chunk.parts, stream, keep)
-            if self._shared or not chunk.last:
+            self._launch(launcher, "load", "scatter", chunk, stream, keep)
+            if chunk.last and (self._shared or chunk.again):
                 self._free[slot] = driver.record(stream)
+
+    def _launch(
+        self,
+        launcher: Launcher,
+        direction: str,
+        purpose: str,
+        chunk: _Chunk,
+        stream: Stream,
+        keep: list[object],
+    ) -> None:
+        if chunk.parts:
+            launcher.launch(direction, purpose, chunk.parts, stream, keep)
+        for part in chunk.cut:
+            launcher.launch_steps(direction, purpose, part, stream, keep)
+
+    def _late(self, move: Move) -> int:
+        """Pages that are not in staging memory as a whole before others leave it."""
+        stage = self._stages[move.member]
+        held = max(stage.ring.slot_pages, 1) * SLOTS // stage.fills_a_page
+        return max(0, len(move.batch.host) - held)
 
     def _next_slot(self, direction: str) -> int:
         way = "write_back" if self._shared else direction
@@ -171,29 +270,46 @@ class Staging:
         """Use no slot before `event`, which is behind everything submitted so far."""
         self._free[:] = [event] * 2 * SLOTS
 
-    def _chunks(self, moves: Sequence[Move], direction: str) -> Iterator[_Chunk]:
-        """What goes through each slot in turn: the next part of every move that has one left.
-
-        Rows that wait to be captured fill whole slots: the ring takes in all that it can hold at once.
-        """
+    def _fills(self, moves: Sequence[Move], direction: str) -> list[_Turn]:
+        """What goes through the slots in turn: the next fill of every move that has one left."""
         stages = [self._stages[move.member] for move in moves]
-        pairs = list(zip(stages, moves, strict=True))
-        nbytes = sum(stage.page_bytes * len(move.batch.host) for stage, move in pairs)
+        nbytes = sum(s.page_bytes * len(move.batch.host) for s, move in zip(stages, moves, strict=True))
         wanted = self._costs.of(direction).chunks(nbytes)
-        lists = [
-            stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)
-            for stage, move in pairs
-        ]
-        turns = list(zip_longest(*lists))
-        for left, turn in zip(range(len(turns) - 1, -1, -1), turns, strict=True):
-            slot = self._next_slot(direction)
-            chunk = _Chunk(slot, left < SLOTS, [], [], [], [])
-            for stage, move, part in zip(stages, moves, turn, strict=True):
-                if part is not None:
-                    place = stage.slots[slot]
-                    chunk.parts.append((move.member, place, part[1], None))
-                    stage.copies(chunk, part[0], place.address)
-            yield chunk
+        fills = [s.fills(move.batch, direction, wanted) for s, move in zip(stages, moves, strict=True)]
+        return list(zip_longest(*fills, fillvalue=()))
+
+    def _windows(self, moves: Sequence[Move], order: Order) -> list[int]:
+        """Where windows of an order end. The first layer, which everybody waits for, is one of its own; those
+        behind it grow to what a load of all at once would be cut into."""
+        nbytes = sum(self._stages[move.member].page_bytes * len(move.batch.host) for move in moves)
+        steps, ends, size = len(order.layers), [1], 1
+        most = -(-steps // self._costs.of("load").chunks(nbytes))
+        while ends[-1] < steps:
+            size = max(1, min(2 * size, most))
+            ends.append(min(ends[-1] + size, steps))
+        return ends
+
+    def _layers(self, moves: Sequence[Move], order: Order, first: int, end: int) -> list[_Turn]:
+        """As `_fills`, for the layers of some steps."""
+        fills = []
+        for move in moves:
+            stage = self._stages[move.member]
+            cuts = stage.cutter.window(order.steps[move.member], first, end)
+            fills.append(stage.fills(move.batch, "load", 1, cuts))
+        return list(zip_longest(*fills, fillvalue=()))
+
+    def _chunks(
+        self, moves: Sequence[Move], direction: str, turns: Sequence[_Turn], left: int
+    ) -> Iterator[_Chunk]:
+        """What is launched and copied in turn. `left`: turns of the transfer from the first of these on."""
+        for number, turn in enumerate(turns, 1):
+            slot, rows = self._next_slot(direction), list(zip_longest(*turn))
+            for at, row in enumerate(rows, 1):
+                chunk = _Chunk(slot, at == 1, at == len(rows), left - number >= SLOTS, [], [], [], [], [])
+                for move, piece in zip(moves, row, strict=True):
+                    if piece is not None:
+                        self._stages[move.member].add(chunk, move.member, piece)
+                yield chunk
 
 
 def chunk_pages(pages: int, chunks: int, slot_pages: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -40,6 +41,17 @@ class LayerMarks(NamedTuple):
             return self.event
         at = step - self.begin
         return Counter(self.side, self.address + 4 * at, self.values[at]) if at < len(self.values) else end
+
+
+class LayerEvents(NamedTuple):
+    """When each step of a load is there: those in front of ``ends[n]`` at ``events[n]``."""
+
+    events: Sequence[Event]
+    ends: Sequence[int]
+
+    def moment(self, step: int, end: Event) -> Event:
+        """When `step` is there."""
+        return self.events[bisect_right(self.ends, step)]
 
 
 class Mark:
@@ -83,7 +95,7 @@ class Ticket:
         moves: Sequence[Move],
         event: Event,
         captured: Event,
-        marks: LayerMarks | None,
+        marks: LayerMarks | LayerEvents | None,
         order: Order | None,
         delayed: int,
         verdict: Callable[[], TransferError | None] | None,

@@ -27,7 +27,7 @@ from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Order, Steps
 from poolwright.runtime.program import view
 from poolwright.runtime.staging import Staging
-from poolwright.runtime.ticket import LayerMarks, Ticket, failure
+from poolwright.runtime.ticket import LayerEvents, LayerMarks, Ticket, failure
 
 if TYPE_CHECKING:
     from poolwright.runtime.backend import Code
@@ -283,12 +283,13 @@ class Transfers:
         stream: Stream,
         order: Order | None,
         keep: list[object],
-    ) -> tuple[Event, LayerMarks | None]:
+    ) -> tuple[Event, LayerMarks | LayerEvents | None]:
         """Each path once for all members that take it; the event after which rows are captured (None: all
         of it), and progress by layer.
 
-        The launch that counts layers comes after everything else of its stream, so a layer that it has
-        counted is there whatever path a member took. Rows are gathered before a slower kernel reads others.
+        The launch that counts layers comes after everything else of its stream but staged members, whose
+        events come last: a layer that is told is there whatever path a member took. Rows are gathered before
+        a slower kernel reads others.
         """
         self._staging.delayed = 0
         direct: list[Part] = []
@@ -307,7 +308,7 @@ class Transfers:
             else:
                 self._indexing(direction, move, stream, order)
         captured: Event = None
-        marks: LayerMarks | None = None
+        marks: LayerMarks | LayerEvents | None = None
         gathers = bool(staged) and direction == "write_back"
         if gathers:
             captured = self._staging.write_back(self._launcher_in_use(), staged, stream, self._out, keep)
@@ -320,7 +321,8 @@ class Transfers:
                 captured = self._driver.record(stream)
             self._driver.follow(stream, self._out)
         elif staged:
-            self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep)
+            # In layer order they come last, so that their events stand for what others moved, too.
+            marks = self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep, order)
         return captured, marks
 
     def _launcher_in_use(self) -> Launcher:

@@ -193,8 +193,7 @@ class Arena:
 
     def _steps(self, transfer: Transfer) -> list[int] | None:
         """The numbers of every step: see `columns` in kernels.cu."""
-        lists = [part.axes.get("layer") for part in self.sample.parts]
-        columns = [1] * any(n is not None for n in lists) + [0] * any(n is None for n in lists)
+        columns = ["layer" in part.axes for part in self.sample.parts]
         if transfer.layers is None:
             return None
         rest = [0 if layer == 0 else ABSENT for layer in transfer.layers]
@@ -217,7 +216,7 @@ class Arena:
         )
 
     def lanes(self, transfer: Transfer) -> None:
-        """Run the kernel itself, lane by lane. Layers exist for loads only."""
+        """Run the kernel itself, lane by lane. Write-backs by layer exist where rows change in place."""
         self._launch(transfer, transfer.unit, transfer.host, transfer.device, len(transfer.host))
 
     def lanes_in_place(self, transfer: Transfer) -> None:

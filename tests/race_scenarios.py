@@ -454,6 +454,58 @@ def state_captured(choose: Choose) -> None:
         finish(made, ticket)
 
 
+def state_in_parts(choose: Choose) -> None:
+    """A slot smaller than a state, and one that a state goes through in chunks: `captured` comes after
+    the last part, and no part overwrites one that has not left."""
+    for slots, chunks, delayed in ((0, 1, 3), (0, 4, 3), (1, 3, 1), (2, 9, 0)):
+        made = world(KDA, choose, slots, chunks)
+        pages, device = [3, 0, 2], [5, 1, 4]
+        produce(made, *device)
+        ticket = store(made, pages, device, "staged")
+        assert ticket.delayed == delayed
+        ticket.captured.wait(made.driver.caller)
+        produce(made, *device)
+        again = store(made, [3], [4], "staged")
+        load(made, pages, [2, 6, 7], "staged")
+        read(made, 1)
+        again.captured.wait()
+        for at, width in made.rows(made.tokens([4])):
+            made.driver.cpu("overwriting", at, width, writes=True)
+        made.bind()
+        load(made, [2], [3], "staged").wait(made.driver.caller)
+        read(made, 3)
+        finish(made, ticket, again)
+
+
+def loads_in_layers(choose: Choose) -> None:
+    """A load of few pages goes through a slot layer by layer; nothing of its chunks races."""
+    for chunks in (2, 6):
+        made = world(LAYER_FIRST, choose, 2, chunks)
+        store(made, [0, 1, 2], [3, 4, 5], "staged")
+        load(made, [1], [6], "staged").wait(made.driver.caller)
+        read(made, 6)
+        load(made, [0, 1, 2], [5, 6, 7], "staged")
+        load(made, [2], [0], "staged")
+        finish(made)
+
+
+def layers_staged(choose: Choose) -> None:
+    """Layers that the copy engine brings are told one by one, whatever a slot holds, in loads of all and of
+    some; the next load of the same rows comes after the readers of each."""
+    for config, slots, chunks in ((KDA, 0, 1), (KDA, 0, 3), (KDA, 2, 2), (LAYER_FIRST, 1, 1)):
+        made = world(config, choose, slots, chunks)
+        store(made, [0, 1, 2], [3, 4, 5], "staged")
+        for how in ({"order": "layer"}, {"layers": config.layers[::-1][:2]}, {"order": "layer"}):
+            ticket = load(made, [2, 0], [6, 7], "staged", **how)
+            for layer in ticket.layers:  # type: ignore[attr-defined]
+                ticket.wait_layer(layer, made.driver.caller)  # type: ignore[attr-defined]
+                made.read(made.driver.caller, made.tokens([6, 7]), [config.layers.index(layer)])
+            store(made, [1], [2], "staged")
+            ticket.wait(made.driver.caller)  # type: ignore[attr-defined]
+            produce(made, 6, 7)
+        finish(made)
+
+
 def ids_checked_on_the_device(choose: Choose) -> None:
     """`validate="full"` skips what the device finds wrong, fails the ticket and names the pages."""
     for config, wrong in ((MLA, 17), (KDA, 0), (KDA, -1)):
@@ -560,6 +612,41 @@ def group_captured(choose: Choose) -> None:
                 made.driver.cpu("overwriting", at, width, writes=True)
         ticket.wait()
         made.bind()
+        finish_all(made)
+
+
+def group_in_parts(choose: Choose) -> None:
+    """States that are cut, beside pages that are not: slots are used in step, rows captured as a whole."""
+    for slots, chunks in ((0, 1), (0, 5), (1, 4)):
+        made = group_world(HYBRID, choose, slots, chunks)
+        ids = {"kv": ([0, 1, 2], [1, 2, 3]), "state": ([0, 1, 4], [3, 2, 1])}
+        produce_all(made, ids)
+        ticket = move_all(made, True, ids, "staged")
+        ticket.captured.wait(made.driver.caller)
+        produce_all(made, ids)
+        move_all(made, False, {"kv": ([1], [6]), "state": ([4, 0], [5, 6])}, "staged")
+        move_all(made, True, {"kv": ([1, 3], [6, 7]), "state": ([4], [6])}, "staged")
+        finish_all(made, ticket)
+
+
+def group_layers_staged(choose: Choose) -> None:
+    """A layer is told when every pool that has it has it, also where the copy engine brings that of some."""
+    ids = {"kv": ([0, 1], [1, 2]), "state": ([0, 4], [1, 2])}
+    for slots, chunks in ((0, 2), (1, 1)):
+        made = group_world(HYBRID, choose, slots, chunks)
+        produce_all(made, ids)
+        move_all(made, True, ids, "staged")
+        for how in ({"order": "layer"}, {"layers": [1, 0]}):
+            there = {"kv": ([0, 1], [5, 6]), "state": ([4, 0], [5, 6])}
+            ticket = move_all(made, False, there, {"kv": "zero_copy", "state": "staged"}, **how)
+            for layer in ticket.layers:  # type: ignore[attr-defined]
+                ticket.wait_layer(layer, made.driver.caller)  # type: ignore[attr-defined]
+                for one in made.worlds.values():
+                    if layer in one.config.layers:
+                        at = one.config.layers.index(layer)
+                        one.read(made.driver.caller, one.tokens([5, 6]), [at])
+            ticket.wait(made.driver.caller)  # type: ignore[attr-defined]
+            produce_all(made, there)
         finish_all(made)
 
 
@@ -833,8 +920,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
     *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
-    *(state_captured, ids_checked_on_the_device, many_layers, counters_go_round),
-    *(group_captured, group_layers, group_and_pool, group_dropped),
+    *(state_captured, state_in_parts, loads_in_layers, layers_staged),
+    *(ids_checked_on_the_device, many_layers, counters_go_round),
+    *(group_captured, group_in_parts, group_layers_staged, group_layers, group_and_pool, group_dropped),
     *(pages_read_and_filled, compared, engines_names),
 )
 

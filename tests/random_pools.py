@@ -359,7 +359,7 @@ class _Maker:
             class_name="RandomPoolHost",
             summary="A pool of random parts.",
             index=self.kind.index,
-            updates="append",
+            updates="in_place" if len(components) % 2 else "append",
             params=tuple(params),
             dtypes=(("kv", GROUP), ("state", GROUP)),
             components=components,

@@ -24,8 +24,8 @@ from poolwright.runtime import pool as pools
 from poolwright.runtime.driver import Kernels
 from poolwright.runtime.driver.simulated import SimulatedDriver, SimulatedStream, runs_of
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.parts import slot_align, slots_of
 from poolwright.runtime.program import GroupProgram, SizedProgram
-from poolwright.runtime.staging import slots_of
 from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools.samples import takes_page_size
 
@@ -108,7 +108,7 @@ class Driver(SimulatedDriver):
 
 @dataclass(frozen=True)
 class Config:
-    """A pool to build. `widths`: bytes of a row of each component; `slot_pages`: pages of a staging slot."""
+    """A pool to build. `widths`: bytes of a row of each component."""
 
     kind: type[pools.HostPool]
     sizes: tuple[tuple[str, Any], ...]
@@ -126,6 +126,14 @@ class Config:
     @property
     def page_bytes(self) -> int:
         return self.page_size * len(self.layers) * sum(width for _, width in self.widths)
+
+    def staging(self, slot_pages: int) -> int:
+        """Bytes of staging memory whose slots hold so many pages; 0: a part of one, a layer or more of it."""
+        in_place = self.kind.spec.updates == "in_place"
+        part = self.page_bytes // len(self.layers)
+        if not slot_pages and not in_place:
+            slot_pages = 1  # pages of these are not cut
+        return slots_of(in_place) * slot_align(slot_pages * self.page_bytes or part)
 
 
 def _mla(layout: str, page_size: int, layers: tuple[int, ...]) -> Config:
@@ -371,15 +379,29 @@ class World:
         return given
 
 
-def world(config: Config, choose: Callable[[int], int], slot_pages: int = 1) -> World:
-    """A new pool of `config` on a new driver, bound."""
+class Cutting:
+    """Costs by which every staged transfer is best cut into so many chunks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def of(self, direction: str) -> Cutting:
+        return self
+
+    def chunks(self, nbytes: int) -> int:
+        return self.count
+
+
+def world(config: Config, choose: Callable[[int], int], slot_pages: int = 1, chunks: int = 1) -> World:
+    """A new pool of `config` on a new driver, bound. `slot_pages`: pages of a staging slot, or 0; `chunks`:
+    into how many a staged transfer is cut."""
     driver = Driver(choose)
     sizes: dict[str, Any] = {**dict(config.sizes), "layers": config.layers}
     sizes |= {"page_size": config.page_size} if takes_page_size(config.kind) else {}
     sizes |= {"layout": config.layout, "capacity_pages": HOST_PAGES}
     with use_driver(driver):
-        slots = slots_of(config.kind.spec.updates == "in_place")
-        pool = config.kind(**sizes, staging_bytes=slots * slot_pages * config.page_bytes)
+        pool = config.kind(**sizes, staging_bytes=config.staging(slot_pages))
+    pool._transfers._staging._costs = Cutting(chunks)
     made = _world(config, driver, pool)
     made.bind()
     return made
@@ -403,22 +425,24 @@ class GroupWorld:
         self.group.rebind({name: made.new_tensors() for name, made in self.worlds.items()})
 
 
-def group_world(config: GroupConfig, choose: Callable[[int], int], slot_pages: int = 1) -> GroupWorld:
-    """A new group of `config` on a new driver, bound."""
+def group_world(
+    config: GroupConfig, choose: Callable[[int], int], slot_pages: int = 1, chunks: int = 1
+) -> GroupWorld:
+    """A new group of `config` on a new driver, bound; otherwise as `world`."""
     driver = Driver(choose)
     given: dict[str, Any] = {config.lists[name]: one.layers for name, one in config.members.items()}
     given |= {name: {**dict(one.sizes), "layout": one.layout} for name, one in config.members.items()}
     size = max(one.page_size for one in config.members.values())
     own = [name for name in config.members if name not in config.follows]
-    need = sum(one.page_bytes for one in config.members.values())
-    slots = slots_of(any(one.kind.spec.updates == "in_place" for one in config.members.values()))
+    staging = sum(one.staging(slot_pages) for one in config.members.values())
     with use_driver(driver):
         group = config.kind(
             **given,
             page_size=size,
             capacity_pages=dict.fromkeys(own, HOST_PAGES),
-            staging_bytes=slots * slot_pages * need,
+            staging_bytes=staging,
         )
+    group._shared.transfers._staging._costs = Cutting(chunks)
     worlds = {name: _world(one, driver, group.pools[name]) for name, one in config.members.items()}
     made = GroupWorld(config, driver, group, worlds)
     made.bind()

@@ -44,7 +44,15 @@ def work(range_bytes: int, total: int, direction: str = "write_back", **more: An
         (work(4 * MIB, 256 * MIB, qos="urgent"), CUDA, "staged"),
         (work(4 * MIB, 4 * MIB, qos="background"), CUDA, "staged"),
         (work(4 << 10, 256 * MIB, qos="background"), CUDA, "zero_copy"),
-        (work(4 * MIB, 256 * MIB, "load", layered=True), CUDA, "zero_copy"),
+        (work(4 * MIB, 256 * MIB, "load", steps=61, whole_pages=False), CUDA, "zero_copy"),
+        (work(4 * MIB, 256 * MIB, "load", steps=40), CUDA, "staged"),
+        (work(4 * MIB, 256 * MIB, "load", steps=40, qos="urgent"), CUDA, "zero_copy"),
+        (work(4 * MIB, 8 * MIB, "load", steps=2), CUDA, "zero_copy"),
+        (
+            work(64 << 10, 256 * MIB, "load", steps=40),
+            CUDA,
+            "zero_copy",
+        ),  # many copies a layer
         (work(4 * MIB, 256 * MIB, whole_pages=False), CUDA, "zero_copy"),
         (work(4096, 4096, in_place=True), CUDA, "staged"),
         (work(4096, 4096, "load", in_place=True), CUDA, "zero_copy"),
@@ -76,11 +84,11 @@ def test_a_forced_path_is_taken(path: str) -> None:
             "tokens, or pages checked on the device",
         ),
         (
-            work(64, 64, whole_pages=False, layered=True),
+            work(64, 64, whole_pages=False, steps=61),
             CUDA,
             "staged",
             "path 'staged' was asked for and cannot be taken: it moves whole pages, and these are single "
-            "layers",
+            "layers that are no runs of the host page, scattered tokens, or pages checked on the device",
         ),
         (
             work(64, 64),

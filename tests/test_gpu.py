@@ -609,3 +609,62 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
         step += pool.page_num
     pool.destroy()
     assert found > 0
+
+
+# ---- pages in parts
+
+
+def whole_state_pool(bound: int, layout: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Recurrent states of 4 layers, 1 MiB a state, with staging memory of so many bytes."""
+    pool = KdaStatePoolHost(
+        **{"heads": 4, "head_dim": 128, "kernel": 2, "ngram": 3, "layers": range(STATE_LAYERS)},
+        **{"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16, "capacity_pages": 8},
+        layout=layout,
+        staging_bytes=bound,
+        device="cuda:0",
+        require="cuda",
+    )
+    generator = torch.Generator().manual_seed(bound)
+
+    def made(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(-99, 99, shape, generator=generator).to(dtype).cuda()
+
+    tensors = {
+        "temporal": made(STATE_LAYERS, 9, 4, 128, 128, dtype=torch.float32),
+        "conv": made(STATE_LAYERS, 9, 1, 3 * 4 * 128, dtype=torch.bfloat16),
+        "ngram": made(9, 3, dtype=torch.int64),
+    }
+    pool.bind(tensors)
+    return pool, tensors
+
+
+@pytest.mark.parametrize("order", ["bulk", "layer"])
+@pytest.mark.parametrize("layout", ["page_first", "page_record", "layer_first"])
+@pytest.mark.parametrize("bound", [512 << 10, 1_500_000, 16 << 20])
+def test_states_in_parts_arrive_whole_and_in_order(bound: int, layout: str, order: str) -> None:
+    """Slots of one layer, of part of a state, of several states: both directions, behind busy streams."""
+    pool, tensors = whole_state_pool(bound, layout)
+    assert pool.staging is not None and pool.staging.nbytes <= bound
+    assert (pool.staging_pages == 0) == (bound < 2 << 20)
+    old = {name: tensor.clone() for name, tensor in tensors.items()}
+    host, device, there = torch.tensor([6, 1, 3]), torch.tensor([2, 5, 7]), torch.tensor([4, 1, 8])
+    torch.cuda.synchronize()
+    spin()
+    ticket = pool.write_back(host, device, "page", path="staged")
+    ticket.captured.wait(torch.cuda.current_stream())
+    for tensor in tensors.values():
+        tensor.fill_(5)
+    spin()
+    loaded = pool.load(host, there, "page", path="staged", order=order)
+    for layer in loaded.layers:
+        loaded.wait_layer(layer, torch.cuda.current_stream())
+        seen = tensors["temporal"][layer, there.cuda()].clone()
+        assert torch.equal(seen, old["temporal"][layer, device.cuda()]), layer
+    loaded.wait()
+    ticket.wait()
+    for name in ("temporal", "conv"):
+        assert torch.equal(tensors[name][:, there.cuda()], old[name][:, device.cuda()])
+        assert bool((tensors[name][:, [0, 2, 3]] == 5).all())
+    assert torch.equal(tensors["ngram"][there.cuda()], old["ngram"][device.cuda()])
+    assert not pool.overwritten_guard()
+    pool.destroy()

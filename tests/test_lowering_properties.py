@@ -156,6 +156,19 @@ def check_walks(formulas: Formulas, placed: oracle.Placed, devices: Devices) -> 
     assert not numbers_of
 
 
+def check_cuts(program: Program, sample: Sample, placed: oracle.Placed, pages: int) -> None:
+    """Where a page can be cut, what a layer of it holds of a part is one run of bytes, wherever it lies."""
+    for part in solid(sample, pages) if program.cuts else ():
+        offsets, axes = placed.offsets[part.name], list(part.axes)
+        outer = [axis for axis in ("page", "layer") if axis in axes]
+        order = [axes.index(axis) for axis in (*outer, *(axis for axis in axes if axis not in outer))]
+        held = offsets.permute([*order, -1]).flatten(0, len(outer) - 1)
+        runs = held.reshape(held.shape[0], -1).sort(1).values
+        assert bool((runs.diff(dim=1) == 1).all()), part.name
+    if not any("layer" in part.axes for part in sample.parts):
+        assert not program.cuts
+
+
 def check_program(program: Program) -> None:
     """Invariants of the intermediate representation."""
     for item in program.items:
@@ -178,6 +191,7 @@ def check_formulas(sample: Sample, chance: Chance) -> None:
     devices = place_devices(sample, pages, 16, chance)
     check_program(formulas.built.program)
     check_host(formulas, placed)
+    check_cuts(formulas.built.program, sample, placed, pages)
     check_device(formulas, devices)
     check_ranges(formulas.host, sample, placed, pages)
     check_walks(formulas, placed, devices)
@@ -265,7 +279,8 @@ def check_compiled(compiled: Compiled, align: int, chance: Chance) -> None:
     layered = any("layer" in part.axes for part in compiled.built.sample.parts)
     for transfer in arena.transfers(tokens, layered):
         ways: list[Any] = [arena.atoms]
-        if compiled.built.whole and (transfer.load or transfer.layers is None):
+        way = "load" if transfer.load else "write_back"
+        if compiled.built.whole and (transfer.layers is None or way in compiled.built.lowered.by_layer):
             ways.append(arena.lanes)
             if tokens and transfer.unit == "pages":
                 ways.append(arena.lanes_in_place)
@@ -288,6 +303,12 @@ def test_compiled_transfers_move_exactly_the_bytes_of_the_oracle(libraries: Libr
         except AssertionError as error:
             said = f"sound_sample({seed}): form {sample.form}, layout {sample.layout}, values {sample.values}"
             raise AssertionError(f"{said}\n{sample.parts}\n{error}") from error
+
+
+def test_many_pools_can_be_cut_and_change_in_place() -> None:
+    built = [build(sound_sample(seed)) for seed in range(100)]
+    assert 10 < sum(one.program.cuts for one in built) < 80
+    assert 20 < sum("write_back" in one.lowered.by_layer for one in built) < 80
 
 
 def test_half_of_the_pools_have_components_of_unequal_rows() -> None:

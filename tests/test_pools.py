@@ -420,11 +420,16 @@ def test_names_that_engines_know() -> None:
 
 def test_staging_is_bounded_in_bytes() -> None:
     page = build().page_bytes
-    for wanted, pages in ((0, 1), (4 * page, 1), (4 * 3 * page + 1, 3), (1 << 20, PAGES)):
+    for wanted, pages in ((4 * page, 1), (4 * 3 * page + 1, 3), (1 << 20, PAGES)):
         pool = build(staging_bytes=wanted)
         assert pool.staging_pages == pages
         assert pool.staging_kv.shape == (pages, PAGE, 2, 5, 2)
         pool.destroy()
+    message = (
+        "mla: staging memory of 4 slots, one page each needs 320 bytes, 319 are available; raise staging_b"
+    )
+    with pytest.raises(OutOfMemoryBudget, match=message):
+        build(staging_bytes=4 * page - 1)
 
 
 # ---- construction -----------------------------------------------------------------------------

@@ -144,14 +144,14 @@ class Life:
 
     def __init__(self, config: Config | GroupConfig, choose: Callable[[int], int]) -> None:
         self.choose = choose
-        slots = 1 + choose(2)
+        slots, chunks = choose(3), (1, 3, 7)[choose(3)]
         self.whole: World | GroupWorld
         self.group: Any = None
         if isinstance(config, Config):
-            self.whole = world(config, choose, slot_pages=slots)
+            self.whole = world(config, choose, slots, chunks)
             self.parts = [Part(config.label, self.whole)]
         else:
-            self.whole = made = group_world(config, choose, slot_pages=slots)
+            self.whole = made = group_world(config, choose, slots, chunks)
             self.group = made.group
             parts = {name: Part(name, each) for name, each in made.worlds.items()}
             for name, source in config.follows.items():
@@ -260,7 +260,7 @@ class Life:
         if self.yes():
             self.submit(drafts, None, {})
             return
-        drafts = [replace(draft, path="zero_copy") for draft in drafts]
+        drafts = [draft if self.by_layers(draft) else replace(draft, path="zero_copy") for draft in drafts]
         lists = [part.world.config.layers for draft in drafts for part in draft.part.moved]
         layers = sorted({layer for ids in lists for layer in ids})
         if self.yes():
@@ -268,6 +268,10 @@ class Life:
         else:
             some = self.some(layers, len(layers))
             self.submit(drafts, some, {"layers": some})
+
+    def by_layers(self, draft: Draft) -> bool:
+        """Whether the path of a draft takes single layers, too."""
+        return all(part.pool.program.cuts("load") for part in draft.part.moved)
 
     def chosen(self) -> list[Part]:
         """The pools that take part in a submission."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import poolwright.generated as generated
+from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.tools import oracle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,16 +234,18 @@ def test_head_groups_of_a_page_are_apart() -> None:
     pool.destroy()
 
 
-@pytest.mark.parametrize("bound", [0, 128 << 20, 512 << 20, 1 << 30, 5 << 30])
-def test_staging_of_large_states_keeps_its_bound(bound: int) -> None:
-    """States of 4 MiB in 40 layers: what is captured stays within `capture_bytes`, or is two whole states,
-    the least there can be, and is said before anything is allocated."""
+@pytest.mark.parametrize("bound", [8 << 20, 128 << 20, 341_442_561, 512 << 20, 1 << 30, 5 << 30])
+@pytest.mark.parametrize("layout", ["page_first", "page_record", "layer_first"])
+def test_staging_of_large_states_keeps_its_bound(bound: int, layout: str) -> None:
+    """States of 4 MiB in 40 layers: what is captured stays within `capture_bytes` and uses it; a bound below
+    two layers is refused before anything is allocated."""
     sizes = {"heads": 64, "head_dim": 128, "state_size": 128, "conv_dim": (12288,), "kernel": 4}
     dtypes = {"ssm_dtype": F32, "conv_dtype": BF16, "side_dtype": torch.int64}
-    need = generated.MambaPoolHost.required_bytes(
-        **sizes, **dtypes, layers=range(40), capacity_pages=4096, capture_bytes=bound
-    )
+    given = {**sizes, **dtypes, "layers": range(40), "layout": layout, "capacity_pages": 4096}
+    need = generated.MambaPoolHost.required_bytes(**given, capture_bytes=bound)
     assert need.page == 40 * (4 << 20) + 40 * 12288 * 3 * 2
-    slot = -(-need.page // 256) * 256
-    assert need.staging <= bound or need.staging == 2 * slot
-    assert bound < 2 * slot or need.staging > bound - 4 * slot
+    assert bound - 2 * need.page < need.staging <= bound
+    assert bound >= 2 * need.page or need.staging == bound // 32 * 32
+    least = "mamba: staging memory of 2 slots, one layer of a component each needs 8,388,608 bytes"
+    with pytest.raises(OutOfMemoryBudget, match=f"{least}, 8,388,607 are available; raise capture_bytes"):
+        generated.MambaPoolHost.required_bytes(**given, capture_bytes=(8 << 20) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from poolwright.codegen import ir, render_cpp, render_group, render_python
+from poolwright.codegen.plan import staging
 from poolwright.codegen.plan.plan import Plan, Planned
 
 PACKAGE = "poolwright.generated"
@@ -62,7 +63,13 @@ def _call(name: str, class_name: str, arguments: Sequence[Argument | Nested]) ->
 def _pool(plan: Plan, one: Planned) -> list[Argument]:
     """Arguments of a pool of its own."""
     found = _sizes(one, one.page_size)
-    return [*found, ("capacity_pages", str(one.pages)), ("device", "device")]
+    return [*found, ("capacity_pages", str(one.pages)), *_staging(plan), ("device", "device")]
+
+
+def _staging(plan: Plan) -> list[Argument]:
+    """The bound of staging memory, where the default is too small."""
+    bound = staging.bound_of(plan)
+    return [] if bound == staging.BOUND else [("staging_bytes", str(bound))]
 
 
 def _group(plan: Plan, group: ir.Group) -> Iterator[str]:
@@ -82,7 +89,7 @@ def _group(plan: Plan, group: ir.Group) -> Iterator[str]:
             pages.append((ref.name, str(one.pages)))
     common = [("page_size", str(plan.page_size)), ("layout", f'"{plan.asked.layout}"')]
     arguments: list[Argument | Nested] = [*lists.items(), *members, *common]
-    arguments += [("capacity_pages", pages), ("device", "device")]
+    arguments += [("capacity_pages", pages), *_staging(plan), ("device", "device")]
     yield from _call("group", render_group.class_name(group), arguments)
 
 

@@ -22,13 +22,14 @@ class Sized:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on the host, all layers."""
-        return self._number(self.program.page_bytes, 1)
+        return self.number(self.program.page_bytes)
 
     def host_bytes(self, pages: int) -> int:
         """Bytes of host memory of so many pages, padding between blocks included."""
-        return self._number(self.program.host_bytes, pages)
+        return self.number(self.program.host_bytes, pages)
 
-    def _number(self, value: Expr, pages: int) -> int:
+    def number(self, value: Expr, pages: int = 1) -> int:
+        """The value of a formula for so many pages."""
         found = resolve(value, {**self.known, "pages": Int(pages)})
         assert isinstance(found, int), f"{found} is not bound"
         return found

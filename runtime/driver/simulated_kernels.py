@@ -160,8 +160,7 @@ class SimulatedKernels:
                 continue
             width = len(program.columns)
             for n in range(int(blocks[-3].value)):  # type: ignore[attr-defined]
-                found = dict(zip(program.columns, touch.numbers(steps + 4 * n * width, width), strict=True))
-                at = tuple(found[name] for name in program.lists.values())
+                at = tuple(touch.numbers(steps + 4 * n * width, width))
                 yield Call(pool, bool(by_token), view, moved, at)
 
     def _touched(self, touch: Touch, call: Call) -> tuple[Runs, Runs]:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from poolwright.runtime.description import HostLayout, PageRanges
+from poolwright.runtime.parts import slot_align, slots_of
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.program import SizedProgram
-from poolwright.runtime.staging import slots_of
 from poolwright.runtime.tools import oracle
 from poolwright.runtime.tools.samples import Sample, arguments, takes_page_size
 
@@ -66,14 +66,25 @@ def sized(pool_class: type[HostPool], sample: Sample, form: str, layout: str) ->
 
 
 class Bench:
-    """A built and bound pool with its oracle. Raises whatever building or binding raises."""
+    """A built and bound pool with its oracle. Raises whatever building or binding raises.
+
+    `staging_bytes`: its bound; None: slots of STAGING_PAGES pages.
+    """
 
     def __init__(
-        self, pool_class: type[HostPool], sample: Sample, form: str, layout: str, device: str = "cpu"
+        self,
+        pool_class: type[HostPool],
+        sample: Sample,
+        form: str,
+        layout: str,
+        device: str = "cpu",
+        staging_bytes: int | None = None,
     ) -> None:
         given: dict[str, Any] = {**arguments(pool_class, sample), "form": form, "layout": layout}
         page = pool_class.required_bytes(**given, capacity_pages=1)  # type: ignore[attr-defined]
-        given["staging_bytes"] = slots_of(pool_class.spec.updates == "in_place") * STAGING_PAGES * page.host
+        slots = slots_of(pool_class.spec.updates == "in_place")
+        wanted = slots * slot_align(STAGING_PAGES * page.host) if staging_bytes is None else staging_bytes
+        given["staging_bytes"] = wanted
         self.required = pool_class.required_bytes(**given, capacity_pages=HOST_PAGES)  # type: ignore[attr-defined]
         self._watch(pool_class(**given, capacity_pages=HOST_PAGES, device=device), sample)
         self.pool.bind(self.device.tensors, layer_ids=self.device.layer_ids)
@@ -224,7 +235,7 @@ class Bench:
         single = [path for path in paths if path != "staged"]  # no range of the copy engine is part of a page
         kinds = [self._whole_pages(paths), self._runs(paths), self._special(paths)]
         if self.pool.program.has_layers:
-            kinds.insert(1, self._layered(single))
+            kinds.insert(1, self._layered(paths if self.pool.program.cuts("load") else single))
         if self.pool.program.tokens and self.pool.page_size > 1:
             kinds.insert(1, self._tokens(single))
         if "zero_copy" in paths:

@@ -9,6 +9,7 @@ from typing import Any
 
 from poolwright.runtime.description import bind_params, size_of
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.parts import slot_align, slots_of
 from poolwright.runtime.program import GroupProgram, SizedProgram, folder_of
 from poolwright.runtime.tools.cases import Bench, Case
 from poolwright.runtime.tools.samples import (
@@ -113,7 +114,10 @@ class GroupBench:
         self.group: HostPoolGroup = kind(
             **sample.given,
             capacity_pages=pages(kind, HOST_PAGES),
-            staging_bytes=2 * STAGING_PAGES * need.host,
+            staging_bytes=sum(
+                slots_of(pool.program.spec.updates == "in_place") * slot_align(STAGING_PAGES * pool.host)
+                for pool in need.pools.values()
+            ),
             device=device,
         )
         self.benches = {name: Bench.of(pool, sample.members[name]) for name, pool in self.group.pools.items()}

@@ -57,7 +57,7 @@ SPEC = GroupSpec(
         "kv": 0.7,
         "state": 0.3,
     },
-    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "load_layer_pages"),
+    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "write_back_layer_pages", "load_layer_pages"),
 )
 
 

@@ -50,6 +50,17 @@ PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_pages(ONLY_kv(kv_view, kv_ids,) ONLY_state(state_view, state_ids,) few); });
 }
 
+PW_EXPORT void lanes_write_back_layer_pages(u32 grid, u32 block, void** params) {
+  ONLY_kv(const kv::View& kv_view = *(const kv::View*)*params++;)
+  ONLY_kv(const pw::Ids& kv_ids = *(const pw::Ids*)*params++;)
+  ONLY_state(const state::View& state_view = *(const state::View*)*params++;)
+  ONLY_state(const pw::Ids& state_ids = *(const pw::Ids*)*params++;)
+  const pw::Few& few = *(const pw::Few*)params[0];
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { write_back_layer_pages(ONLY_kv(kv_view, kv_ids,) ONLY_state(state_view, state_ids,) few, steps, window, done); });
+}
+
 PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   ONLY_kv(const kv::View& kv_view = *(const kv::View*)*params++;)
   ONLY_kv(const pw::Ids& kv_ids = *(const pw::Ids*)*params++;)

@@ -77,7 +77,7 @@ PW_KERNEL load_layer_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_kv(if (kv_ids.by_token) lane = kv::move_steps_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.window(n, kv::columns, now), lane); else if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
@@ -112,7 +112,7 @@ PW_KERNEL load_layer_pages(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_indexer(PW_PARAM indexer::View indexer_view, PW_PARAM pw::Ids indexer_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_kv(if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)

@@ -110,7 +110,7 @@ SPEC = GroupSpec(
         "c4_state": 0.05,
         "indexer_state": 0.05,
     },
-    parts=("write_back_pages", "load_pages", "load_layer_pages"),
+    parts=("write_back_pages", "load_pages", "write_back_layer_pages", "load_layer_pages"),
 )
 
 

@@ -37,6 +37,25 @@ PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_pages(ONLY_swa(swa_view, swa_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_indexer(c4_indexer_view, c4_indexer_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_indexer_state(indexer_state_view, indexer_state_ids,) few); });
 }
 
+PW_EXPORT void lanes_write_back_layer_pages(u32 grid, u32 block, void** params) {
+  ONLY_swa(const swa::View& swa_view = *(const swa::View*)*params++;)
+  ONLY_swa(const pw::Ids& swa_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4(const c4::View& c4_view = *(const c4::View*)*params++;)
+  ONLY_c4(const pw::Ids& c4_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4_indexer(const c4_indexer::View& c4_indexer_view = *(const c4_indexer::View*)*params++;)
+  ONLY_c4_indexer(const pw::Ids& c4_indexer_ids = *(const pw::Ids*)*params++;)
+  ONLY_c128(const c128::View& c128_view = *(const c128::View*)*params++;)
+  ONLY_c128(const pw::Ids& c128_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4_state(const c4_state::View& c4_state_view = *(const c4_state::View*)*params++;)
+  ONLY_c4_state(const pw::Ids& c4_state_ids = *(const pw::Ids*)*params++;)
+  ONLY_indexer_state(const indexer_state::View& indexer_state_view = *(const indexer_state::View*)*params++;)
+  ONLY_indexer_state(const pw::Ids& indexer_state_ids = *(const pw::Ids*)*params++;)
+  const pw::Few& few = *(const pw::Few*)params[0];
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { write_back_layer_pages(ONLY_swa(swa_view, swa_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_indexer(c4_indexer_view, c4_indexer_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_indexer_state(indexer_state_view, indexer_state_ids,) few, steps, window, done); });
+}
+
 PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   ONLY_swa(const swa::View& swa_view = *(const swa::View*)*params++;)
   ONLY_swa(const pw::Ids& swa_ids = *(const pw::Ids*)*params++;)

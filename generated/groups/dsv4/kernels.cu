@@ -183,6 +183,26 @@ PW_KERNEL load_pages(
 #endif
 
 #if !defined(PW_PART) || PW_PART == 3
+PW_KERNEL write_back_layer_pages(
+    ONLY_swa(PW_PARAM swa::View, PW_PARAM pw::Ids,)
+    ONLY_c4(PW_PARAM c4::View, PW_PARAM pw::Ids,)
+    ONLY_c4_indexer(PW_PARAM c4_indexer::View, PW_PARAM pw::Ids,)
+    ONLY_c128(PW_PARAM c128::View, PW_PARAM pw::Ids,)
+    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
+    ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  (void)few;
+  [[maybe_unused]] u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::WriteBack>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
+    ONLY_indexer_state(if (indexer_state_ids.count != 0) lane = indexer_state::move_steps_pages<pw::WriteBack>(indexer_state_view, indexer_state_ids.pages(few), indexer_state_ids.count, indexer_state_ids.window(n, indexer_state::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
 PW_KERNEL load_layer_pages(
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
     ONLY_c4(PW_PARAM c4::View c4_view, PW_PARAM pw::Ids c4_ids,)
@@ -191,7 +211,7 @@ PW_KERNEL load_layer_pages(
     ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
     ONLY_indexer_state(PW_PARAM indexer_state::View indexer_state_view, PW_PARAM pw::Ids indexer_state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_swa(if (swa_ids.count != 0) lane = swa::move_steps_pages<pw::Load>(swa_view, swa_ids.pages(few), swa_ids.count, swa_ids.window(n, swa::columns, now), lane);)

@@ -138,7 +138,7 @@ SPEC = GroupSpec(
         "c128": 0.05,
         "c128_state": 0.05,
     },
-    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "load_layer_pages"),
+    parts=("write_back_tokens", "load_tokens", "load_layer_tokens", "write_back_pages", "load_pages", "write_back_layer_pages", "load_layer_pages"),
 )
 
 

@@ -110,6 +110,29 @@ PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
   pw::each_lane(grid, block, [&] { load_pages(ONLY_sliding(sliding_view, sliding_ids,) ONLY_window(window_view, window_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_c4_index(c4_index_view, c4_index_ids,) ONLY_c4_index_state(c4_index_state_view, c4_index_state_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c128_state(c128_state_view, c128_state_ids,) few); });
 }
 
+PW_EXPORT void lanes_write_back_layer_pages(u32 grid, u32 block, void** params) {
+  ONLY_sliding(const sliding::View& sliding_view = *(const sliding::View*)*params++;)
+  ONLY_sliding(const pw::Ids& sliding_ids = *(const pw::Ids*)*params++;)
+  ONLY_window(const window::View& window_view = *(const window::View*)*params++;)
+  ONLY_window(const pw::Ids& window_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4(const c4::View& c4_view = *(const c4::View*)*params++;)
+  ONLY_c4(const pw::Ids& c4_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4_state(const c4_state::View& c4_state_view = *(const c4_state::View*)*params++;)
+  ONLY_c4_state(const pw::Ids& c4_state_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4_index(const c4_index::View& c4_index_view = *(const c4_index::View*)*params++;)
+  ONLY_c4_index(const pw::Ids& c4_index_ids = *(const pw::Ids*)*params++;)
+  ONLY_c4_index_state(const c4_index_state::View& c4_index_state_view = *(const c4_index_state::View*)*params++;)
+  ONLY_c4_index_state(const pw::Ids& c4_index_state_ids = *(const pw::Ids*)*params++;)
+  ONLY_c128(const c128::View& c128_view = *(const c128::View*)*params++;)
+  ONLY_c128(const pw::Ids& c128_ids = *(const pw::Ids*)*params++;)
+  ONLY_c128_state(const c128_state::View& c128_state_view = *(const c128_state::View*)*params++;)
+  ONLY_c128_state(const pw::Ids& c128_state_ids = *(const pw::Ids*)*params++;)
+  const pw::Few& few = *(const pw::Few*)params[0];
+  const u32 steps = *(const u32*)params[1], window = *(const u32*)params[2];
+  u32* const done = *(u32**)params[3];
+  pw::each_lane(grid, block, [&] { write_back_layer_pages(ONLY_sliding(sliding_view, sliding_ids,) ONLY_window(window_view, window_ids,) ONLY_c4(c4_view, c4_ids,) ONLY_c4_state(c4_state_view, c4_state_ids,) ONLY_c4_index(c4_index_view, c4_index_ids,) ONLY_c4_index_state(c4_index_state_view, c4_index_state_ids,) ONLY_c128(c128_view, c128_ids,) ONLY_c128_state(c128_state_view, c128_state_ids,) few, steps, window, done); });
+}
+
 PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {
   ONLY_sliding(const sliding::View& sliding_view = *(const sliding::View*)*params++;)
   ONLY_sliding(const pw::Ids& sliding_ids = *(const pw::Ids*)*params++;)

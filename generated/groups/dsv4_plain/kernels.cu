@@ -261,7 +261,7 @@ PW_KERNEL load_layer_tokens(
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_sliding(if (sliding_ids.by_token) lane = sliding::move_steps_tokens<pw::Load>(sliding_view, sliding_ids.tokens(), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane); else if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)
@@ -322,6 +322,29 @@ PW_KERNEL load_pages(
 #endif
 
 #if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL write_back_layer_pages(
+    ONLY_sliding(PW_PARAM sliding::View, PW_PARAM pw::Ids,)
+    ONLY_window(PW_PARAM window::View, PW_PARAM pw::Ids,)
+    ONLY_c4(PW_PARAM c4::View, PW_PARAM pw::Ids,)
+    ONLY_c4_state(PW_PARAM c4_state::View c4_state_view, PW_PARAM pw::Ids c4_state_ids,)
+    ONLY_c4_index(PW_PARAM c4_index::View, PW_PARAM pw::Ids,)
+    ONLY_c4_index_state(PW_PARAM c4_index_state::View c4_index_state_view, PW_PARAM pw::Ids c4_index_state_ids,)
+    ONLY_c128(PW_PARAM c128::View, PW_PARAM pw::Ids,)
+    ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  (void)few;
+  [[maybe_unused]] u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_c4_state(if (c4_state_ids.count != 0) lane = c4_state::move_steps_pages<pw::WriteBack>(c4_state_view, c4_state_ids.pages(few), c4_state_ids.count, c4_state_ids.window(n, c4_state::columns, now), lane);)
+    ONLY_c4_index_state(if (c4_index_state_ids.count != 0) lane = c4_index_state::move_steps_pages<pw::WriteBack>(c4_index_state_view, c4_index_state_ids.pages(few), c4_index_state_ids.count, c4_index_state_ids.window(n, c4_index_state::columns, now), lane);)
+    ONLY_c128_state(if (c128_state_ids.count != 0) lane = c128_state::move_steps_pages<pw::WriteBack>(c128_state_view, c128_state_ids.pages(few), c128_state_ids.count, c128_state_ids.window(n, c128_state::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 7
 PW_KERNEL load_layer_pages(
     ONLY_sliding(PW_PARAM sliding::View sliding_view, PW_PARAM pw::Ids sliding_ids,)
     ONLY_window(PW_PARAM window::View window_view, PW_PARAM pw::Ids window_ids,)
@@ -332,7 +355,7 @@ PW_KERNEL load_layer_pages(
     ONLY_c128(PW_PARAM c128::View c128_view, PW_PARAM pw::Ids c128_ids,)
     ONLY_c128_state(PW_PARAM c128_state::View c128_state_view, PW_PARAM pw::Ids c128_state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_sliding(if (sliding_ids.count != 0) lane = sliding::move_steps_pages<pw::Load>(sliding_view, sliding_ids.pages(few), sliding_ids.count, sliding_ids.window(n, sliding::columns, now), lane);)

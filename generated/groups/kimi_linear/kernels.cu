@@ -83,7 +83,7 @@ PW_KERNEL load_layer_tokens(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_kv(if (kv_ids.by_token) lane = kv::move_steps_tokens<pw::Load>(kv_view, kv_ids.tokens(), kv_ids.count, kv_ids.window(n, kv::columns, now), lane); else if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)
@@ -114,11 +114,26 @@ PW_KERNEL load_pages(
 #endif
 
 #if !defined(PW_PART) || PW_PART == 6
+PW_KERNEL write_back_layer_pages(
+    ONLY_kv(PW_PARAM kv::View, PW_PARAM pw::Ids,)
+    ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
+    PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  (void)few;
+  [[maybe_unused]] u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    ONLY_state(if (state_ids.count != 0) lane = state::move_steps_pages<pw::WriteBack>(state_view, state_ids.pages(few), state_ids.count, state_ids.window(n, state::columns, now), lane);)
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 7
 PW_KERNEL load_layer_pages(
     ONLY_kv(PW_PARAM kv::View kv_view, PW_PARAM pw::Ids kv_ids,)
     ONLY_state(PW_PARAM state::View state_view, PW_PARAM pw::Ids state_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_kv(if (kv_ids.count != 0) lane = kv::move_steps_pages<pw::Load>(kv_view, kv_ids.pages(few), kv_ids.count, kv_ids.window(n, kv::columns, now), lane);)

@@ -85,7 +85,7 @@ PW_KERNEL load_layer_tokens(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_full(if (full_ids.by_token) lane = full::move_steps_tokens<pw::Load>(full_view, full_ids.tokens(), full_ids.count, full_ids.window(n, full::columns, now), lane); else if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)
@@ -120,7 +120,7 @@ PW_KERNEL load_layer_pages(
     ONLY_full(PW_PARAM full::View full_view, PW_PARAM pw::Ids full_ids,)
     ONLY_swa(PW_PARAM swa::View swa_view, PW_PARAM pw::Ids swa_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_full(if (full_ids.count != 0) lane = full::move_steps_pages<pw::Load>(full_view, full_ids.pages(few), full_ids.count, full_ids.window(n, full::columns, now), lane);)

@@ -85,7 +85,7 @@ PW_KERNEL load_layer_tokens(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_target(if (target_ids.by_token) lane = target::move_steps_tokens<pw::Load>(target_view, target_ids.tokens(), target_ids.count, target_ids.window(n, target::columns, now), lane); else if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)
@@ -120,7 +120,7 @@ PW_KERNEL load_layer_pages(
     ONLY_target(PW_PARAM target::View target_view, PW_PARAM pw::Ids target_ids,)
     ONLY_draft(PW_PARAM draft::View draft_view, PW_PARAM pw::Ids draft_ids,)
     PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     ONLY_target(if (target_ids.count != 0) lane = target::move_steps_pages<pw::Load>(target_view, target_ids.pages(few), target_ids.count, target_ids.window(n, target::columns, now), lane);)

@@ -39,9 +39,7 @@ void atoms_pages_all(const View& view, const i64* host_ids, const i64* device_id
 
 template <class Way>
 void atoms_step_pages_all(const View& view, const i64* host_ids, const i64* device_ids, u64 count, const u32* at, u32 threads) {
-  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
-    atoms_row_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-  }
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) atoms_row_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
 }
 
 }  // namespace

@@ -161,8 +161,8 @@ SPEC = PoolSpec(
         "page_first": Layout(("component", "page", "token", "layer", "element"), host_page_first),
     },
     programs={
-        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=False),
-        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=False),
+        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=False, cuts=True),
+        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=False, cuts=True),
     },
     extents={
         ("v4",): extents_v4,
@@ -261,7 +261,7 @@ class DeepSeekV4PagedHostPool(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
@@ -269,7 +269,7 @@ class DeepSeekV4PagedHostPool(HostPool):
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
-        self.staging_row = self._view(self.staging, layout, "row")
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)
+        self.staging_row = self._view(self.staging, "row")

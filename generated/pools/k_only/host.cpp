@@ -68,16 +68,12 @@ void atoms_tokens_all(const View& view, const i64* host_ids, const i64* device_i
 
 template <class Way>
 void atoms_step_pages_all(const View& view, const i64* host_ids, const i64* device_ids, u64 count, const u32* at, u32 threads) {
-  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
-    atoms_k_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-  }
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) atoms_k_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
 }
 
 template <class Way>
 void atoms_step_tokens_all(const View& view, const i64* host_ids, const i64* device_ids, u64 count, const u32* at, u32 threads) {
-  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
-    atoms_k_layer_tokens<Way>(view, host_ids, device_ids, count, layer, threads);
-  }
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) atoms_k_layer_tokens<Way>(view, host_ids, device_ids, count, layer, threads);
 }
 
 }  // namespace

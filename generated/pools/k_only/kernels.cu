@@ -139,21 +139,21 @@ PW_FN void move_tokens(const View& view, const pw::TokenIds& ids, const u32 coun
   move_k_tokens<Way>(view, ids, count);
 }
 
-// Steps in layer order, one page an id; columns: the position in layers.
+// Steps in layer order, one page an id; columns: k in layers.
 template <class Way>
 PW_FN u32 move_steps_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Steps& steps, u32 lane) {
   lane = move_k_layer_pages<Way>(view, ids, count, steps.column(0), lane);
   return lane;
 }
 
-// Steps in layer order, one token an id; columns: the position in layers.
+// Steps in layer order, one token an id; columns: k in layers.
 template <class Way>
 PW_FN u32 move_steps_tokens(const View& view, const pw::TokenIds& ids, const u32 count, const pw::Steps& steps, u32 lane) {
   lane = move_k_layer_tokens<Way>(view, ids, count, steps.column(0), lane);
   return lane;
 }
 
-// Numbers of a step in layer order: the position in layers.
+// Numbers of a step in layer order: k in layers.
 PW_CONSTANT(u32, columns, 1);
 
 #ifndef PW_GROUP  // a group has kernels of its own
@@ -172,7 +172,7 @@ PW_KERNEL load_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few
 
 #if !defined(PW_PART) || PW_PART == 3
 PW_KERNEL load_layer_tokens(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     lane = move_steps_tokens<pw::Load>(view, ids.tokens(), ids.count, ids.window(n, columns, now), lane);
@@ -195,7 +195,7 @@ PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few 
 
 #if !defined(PW_PART) || PW_PART == 6
 PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     lane = move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.window(n, columns, now), lane);

@@ -164,17 +164,17 @@ PW_FN void move_pages(const View& view, const pw::PageIds& ids, const u32 count)
   move_ngram_pages<Way>(view, ids, count);
 }
 
-// Steps in layer order, one page an id; columns: the position in layers, whether the rest moves.
+// Steps in layer order, one page an id; columns: temporal in layers, conv in layers, ngram or not.
 template <class Way>
 PW_FN u32 move_steps_pages(const View& view, const pw::PageIds& ids, const u32 count, const pw::Steps& steps, u32 lane) {
   lane = move_temporal_layer_pages<Way>(view, ids, count, steps.column(0), lane);
-  lane = move_conv_layer_pages<Way>(view, ids, count, steps.column(0), lane);
-  if (steps.column(1).any()) move_ngram_pages<Way>(view, ids, count);
+  lane = move_conv_layer_pages<Way>(view, ids, count, steps.column(1), lane);
+  if (steps.column(2).any()) move_ngram_pages<Way>(view, ids, count);
   return lane;
 }
 
-// Numbers of a step in layer order: the position in layers, whether the rest moves.
-PW_CONSTANT(u32, columns, 2);
+// Numbers of a step in layer order: temporal in layers, conv in layers, ngram or not.
+PW_CONSTANT(u32, columns, 3);
 
 #ifndef PW_GROUP  // a group has kernels of its own
 
@@ -191,8 +191,19 @@ PW_KERNEL load_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few 
 #endif
 
 #if !defined(PW_PART) || PW_PART == 3
+PW_KERNEL write_back_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
+  [[maybe_unused]] u32 lane = pw::lane();
+  for (u32 n = 0; n < steps; n += window) {
+    const u32 now = pw::fewer(window, steps - n);
+    lane = move_steps_pages<pw::WriteBack>(view, ids.pages(few), ids.count, ids.window(n, columns, now), lane);
+    pw::arrive(done, n, now);
+  }
+}
+#endif
+
+#if !defined(PW_PART) || PW_PART == 4
 PW_KERNEL load_layer_pages(PW_PARAM View view, PW_PARAM pw::Ids ids, PW_PARAM pw::Few few, u32 steps, u32 window, u32* done) {
-  u32 lane = pw::lane();
+  [[maybe_unused]] u32 lane = pw::lane();
   for (u32 n = 0; n < steps; n += window) {
     const u32 now = pw::fewer(window, steps - n);
     lane = move_steps_pages<pw::Load>(view, ids.pages(few), ids.count, ids.window(n, columns, now), lane);

@@ -269,14 +269,14 @@ SPEC = PoolSpec(
         "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
     },
     programs={
-        ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False),
-        ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False),
-        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
+        ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False, cuts=True),
+        ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False, cuts=True),
+        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False, cuts=True),
     },
     extents={
         (): extents,
     },
-    parts=("write_back_pages", "load_pages", "load_layer_pages"),
+    parts=("write_back_pages", "load_pages", "write_back_layer_pages", "load_layer_pages"),
     layer_lists=("layers",),
     reserved=(0,),
     not_carried=("intermediate_*",),
@@ -368,7 +368,7 @@ class KdaStatePoolHost(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
@@ -378,9 +378,9 @@ class KdaStatePoolHost(HostPool):
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
-        self.staging_temporal = self._view(self.staging, layout, "temporal")
-        self.staging_conv = self._view(self.staging, layout, "conv")
-        self.staging_ngram = self._view(self.staging, layout, "ngram")
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)
+        self.staging_temporal = self._view(self.staging, "temporal")
+        self.staging_conv = self._view(self.staging, "conv")
+        self.staging_ngram = self._view(self.staging, "ngram")

@@ -68,7 +68,7 @@ SPEC = PoolSpec(
         "nothing": Layout((), host_nothing),
     },
     programs={
-        ("nothing", "nothing"): Program("nothing_nothing", walks_nothing_nothing, tokens=True),
+        ("nothing", "nothing"): Program("nothing_nothing", walks_nothing_nothing, tokens=True, cuts=False),
     },
     extents={
         (): extents,
@@ -147,13 +147,13 @@ class LogicalHostPool(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)

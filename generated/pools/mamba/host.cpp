@@ -140,16 +140,12 @@ void atoms_pages_all(const View& view, const i64* host_ids, const i64* device_id
 
 template <class Way>
 void atoms_step_pages_all(const View& view, const i64* host_ids, const i64* device_ids, u64 count, const u32* at, u32 threads) {
-  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) {
-    atoms_temporal_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-    atoms_conv_0_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-    atoms_conv_1_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-    atoms_conv_2_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
-  }
-  if (const u32 layer = pw::number(at + 1); layer != pw::skipped) {
-    atoms_side_0_pages<Way>(view, host_ids, device_ids, count, threads);
-    atoms_side_1_pages<Way>(view, host_ids, device_ids, count, threads);
-  }
+  if (const u32 layer = pw::number(at + 0); layer != pw::skipped) atoms_temporal_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
+  if (const u32 layer = pw::number(at + 1); layer != pw::skipped) atoms_conv_0_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
+  if (const u32 layer = pw::number(at + 2); layer != pw::skipped) atoms_conv_1_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
+  if (const u32 layer = pw::number(at + 3); layer != pw::skipped) atoms_conv_2_layer_pages<Way>(view, host_ids, device_ids, count, layer, threads);
+  if (const u32 layer = pw::number(at + 4); layer != pw::skipped) atoms_side_0_pages<Way>(view, host_ids, device_ids, count, threads);
+  if (const u32 layer = pw::number(at + 5); layer != pw::skipped) atoms_side_1_pages<Way>(view, host_ids, device_ids, count, threads);
 }
 
 }  // namespace
@@ -182,6 +178,15 @@ PW_EXPORT void lanes_load_pages(u32 grid, u32 block, void** params) {
   const pw::Ids& ids = *(const pw::Ids*)params[1];
   const pw::Few& few = *(const pw::Few*)params[2];
   pw::each_lane(grid, block, [&] { load_pages(view, ids, few); });
+}
+
+PW_EXPORT void lanes_write_back_layer_pages(u32 grid, u32 block, void** params) {
+  const View& view = *(const View*)params[0];
+  const pw::Ids& ids = *(const pw::Ids*)params[1];
+  const pw::Few& few = *(const pw::Few*)params[2];
+  const u32 steps = *(const u32*)params[3], window = *(const u32*)params[4];
+  u32* const done = *(u32**)params[5];
+  pw::each_lane(grid, block, [&] { write_back_layer_pages(view, ids, few, steps, window, done); });
 }
 
 PW_EXPORT void lanes_load_layer_pages(u32 grid, u32 block, void** params) {

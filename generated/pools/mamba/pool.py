@@ -421,14 +421,14 @@ SPEC = PoolSpec(
         "layer_first": Layout(("component", "layer", "page", "token", "element"), host_layer_first),
     },
     programs={
-        ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False),
-        ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False),
-        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False),
+        ("stacked", "page_first"): Program("stacked_page_first", walks_stacked_page_first, tokens=False, cuts=True),
+        ("stacked", "page_record"): Program("stacked_page_record", walks_stacked_page_record, tokens=False, cuts=True),
+        ("stacked", "layer_first"): Program("stacked_layer_first", walks_stacked_layer_first, tokens=False, cuts=True),
     },
     extents={
         (): extents,
     },
-    parts=("write_back_pages", "load_pages", "load_layer_pages"),
+    parts=("write_back_pages", "load_pages", "write_back_layer_pages", "load_layer_pages"),
     layer_lists=("layers",),
     not_carried=("intermediate_*",),
     valid_if="no update is pending in the slot",
@@ -528,7 +528,7 @@ class MambaPoolHost(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
@@ -541,12 +541,12 @@ class MambaPoolHost(HostPool):
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
-        self.staging_temporal = self._view(self.staging, layout, "temporal")
-        self.staging_conv_0 = self._view(self.staging, layout, "conv_0")
-        self.staging_conv_1 = self._view(self.staging, layout, "conv_1")
-        self.staging_conv_2 = self._view(self.staging, layout, "conv_2")
-        self.staging_side_0 = self._view(self.staging, layout, "side_0")
-        self.staging_side_1 = self._view(self.staging, layout, "side_1")
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)
+        self.staging_temporal = self._view(self.staging, "temporal")
+        self.staging_conv_0 = self._view(self.staging, "conv_0")
+        self.staging_conv_1 = self._view(self.staging, "conv_1")
+        self.staging_conv_2 = self._view(self.staging, "conv_2")
+        self.staging_side_0 = self._view(self.staging, "side_0")
+        self.staging_side_1 = self._view(self.staging, "side_1")

@@ -603,18 +603,18 @@ SPEC = PoolSpec(
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
     },
     programs={
-        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=True),
-        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=True),
-        ("per_layer", "page_first_direct"): Program("per_layer_page_first_direct", walks_per_layer_page_first_direct, tokens=True),
-        ("per_layer", "page_head"): Program("per_layer_page_head", walks_per_layer_page_head, tokens=True),
-        ("per_layer", "page_unified"): Program("per_layer_page_unified", walks_per_layer_page_unified, tokens=True),
-        ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=True),
-        ("head_major", "layer_first"): Program("head_major_layer_first", walks_head_major_layer_first, tokens=True),
-        ("head_major", "page_first"): Program("head_major_page_first", walks_head_major_page_first, tokens=True),
-        ("head_major", "page_first_direct"): Program("head_major_page_first_direct", walks_head_major_page_first_direct, tokens=True),
-        ("head_major", "page_head"): Program("head_major_page_head", walks_head_major_page_head, tokens=True),
-        ("head_major", "page_unified"): Program("head_major_page_unified", walks_head_major_page_unified, tokens=True),
-        ("head_major", "page_record"): Program("head_major_page_record", walks_head_major_page_record, tokens=True),
+        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=True, cuts=True),
+        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=True, cuts=False),
+        ("per_layer", "page_first_direct"): Program("per_layer_page_first_direct", walks_per_layer_page_first_direct, tokens=True, cuts=True),
+        ("per_layer", "page_head"): Program("per_layer_page_head", walks_per_layer_page_head, tokens=True, cuts=False),
+        ("per_layer", "page_unified"): Program("per_layer_page_unified", walks_per_layer_page_unified, tokens=True, cuts=False),
+        ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=True, cuts=False),
+        ("head_major", "layer_first"): Program("head_major_layer_first", walks_head_major_layer_first, tokens=True, cuts=True),
+        ("head_major", "page_first"): Program("head_major_page_first", walks_head_major_page_first, tokens=True, cuts=False),
+        ("head_major", "page_first_direct"): Program("head_major_page_first_direct", walks_head_major_page_first_direct, tokens=True, cuts=True),
+        ("head_major", "page_head"): Program("head_major_page_head", walks_head_major_page_head, tokens=True, cuts=False),
+        ("head_major", "page_unified"): Program("head_major_page_unified", walks_head_major_page_unified, tokens=True, cuts=False),
+        ("head_major", "page_record"): Program("head_major_page_record", walks_head_major_page_record, tokens=True, cuts=False),
     },
     extents={
         (): extents,
@@ -711,7 +711,7 @@ class MHATokenToKVPoolHost(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
@@ -720,8 +720,8 @@ class MHATokenToKVPoolHost(HostPool):
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
-        self.staging_k = self._view(self.staging, layout, "k")
-        self.staging_v = self._view(self.staging, layout, "v")
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)
+        self.staging_k = self._view(self.staging, "k")
+        self.staging_v = self._view(self.staging, "v")

@@ -396,9 +396,9 @@ SPEC = PoolSpec(
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
     },
     programs={
-        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=False),
-        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=False),
-        ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=False),
+        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=False, cuts=True),
+        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=False, cuts=False),
+        ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=False, cuts=False),
     },
     extents={
         (): extents,
@@ -498,7 +498,7 @@ class MHATokenToKVPoolMXFP8Host(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
@@ -509,10 +509,10 @@ class MHATokenToKVPoolMXFP8Host(HostPool):
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
-        self.staging_k = self._view(self.staging, layout, "k")
-        self.staging_v = self._view(self.staging, layout, "v")
-        self.staging_k_scale = self._view(self.staging, layout, "k_scale")
-        self.staging_v_scale = self._view(self.staging, layout, "v_scale")
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)
+        self.staging_k = self._view(self.staging, "k")
+        self.staging_v = self._view(self.staging, "v")
+        self.staging_k_scale = self._view(self.staging, "k_scale")
+        self.staging_v_scale = self._view(self.staging, "v_scale")

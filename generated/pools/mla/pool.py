@@ -241,11 +241,11 @@ SPEC = PoolSpec(
         "page_record": Layout(("page", "component", "token", "layer", "element"), host_page_record),
     },
     programs={
-        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=True),
-        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=True),
-        ("per_layer", "page_first_direct"): Program("per_layer_page_first_direct", walks_per_layer_page_first_direct, tokens=True),
-        ("per_layer", "page_unified"): Program("per_layer_page_unified", walks_per_layer_page_unified, tokens=True),
-        ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=True),
+        ("per_layer", "layer_first"): Program("per_layer_layer_first", walks_per_layer_layer_first, tokens=True, cuts=True),
+        ("per_layer", "page_first"): Program("per_layer_page_first", walks_per_layer_page_first, tokens=True, cuts=False),
+        ("per_layer", "page_first_direct"): Program("per_layer_page_first_direct", walks_per_layer_page_first_direct, tokens=True, cuts=True),
+        ("per_layer", "page_unified"): Program("per_layer_page_unified", walks_per_layer_page_unified, tokens=True, cuts=True),
+        ("per_layer", "page_record"): Program("per_layer_page_record", walks_per_layer_page_record, tokens=True, cuts=False),
     },
     extents={
         (): extents,
@@ -333,7 +333,7 @@ class MLATokenToKVPoolHost(HostPool):
     def _init_write_back_staging_buffers(self) -> None:
         """Device memory that holds pages in host order, one view a component; none without a staged path.
 
-        Bounded by `staging_bytes`, never less than one page, rounded down to whole pages.
+        Slots of whole pages within `staging_bytes`, or of a part of one page where that is larger (no views then).
         """
         self.staging = None
         self.staging_pages = 0
@@ -341,7 +341,7 @@ class MLATokenToKVPoolHost(HostPool):
         self.can_use_write_back_jit = self.can_use_write_back_jit_kernel()
         if not self.can_use_write_back_jit:
             return
-        self.staging_pages = self._staging_capacity()
-        layout = self.host_layout(self.staging_pages)
-        self.staging = self._allocate_staging(layout.nbytes)
-        self.staging_kv = self._view(self.staging, layout, "kv")
+        slot = self._staging_slot()
+        self.staging_pages = slot.pages
+        self.staging = self._allocate_staging(slot)
+        self.staging_kv = self._view(self.staging, "kv")
