@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poolwright.runtime import binding, env, jit, testing, toolchain, tuning
+from poolwright.runtime import binding, env, jit, native, testing, toolchain, tuning
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.costs import DEFAULTS, Costs
@@ -50,6 +50,7 @@ class Code:
         self.costs = _costs_of(device)
         self.threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
         self.align = 0
+        native.library()  # no path goes without it
         self.compile(16)
         if require is not None and self._why_not is not None:
             raise self._why_not

@@ -135,12 +135,11 @@ class Launcher:
             self._clear_others(parts)
         few, unit, nbytes = 0, "pages", 0
         for number, place, batch, order in parts:
-            block, count = self._blocks[number], len(batch.host)
+            block, count = self._blocks[number], batch.count
             here = 0 if order is None else self._steps_of(order, stream, keep)
             end = few + 2 * count
             if end <= FEW and batch.unit == "pages" and batch.on_device is None:
-                self._numbers[few : few + count] = batch.host
-                self._numbers[few + count : end] = batch.device
+                self._numbers[few:end] = batch.ids
                 inside = (count, few, here)
                 if block.inside != inside:
                     _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
@@ -187,11 +186,10 @@ class Launcher:
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
-        count, on_device, block.inside = len(batch.host), batch.on_device, None
-        lists = batch.host + batch.device
-        memory = self._driver.allocate(4 * max(len(lists), 1))
+        count, on_device, block.inside = batch.count, batch.on_device, None
+        memory = self._driver.allocate(4 * max(len(batch.ids), 1))
         keep.append(memory)
-        self._driver.upload(memory.address, lists, stream)
+        self._driver.upload(memory.address, batch.ids, stream)
         second = memory.address + 4 * count
         if batch.unit == "pages":
             second = second if on_device is None else on_device.data_ptr()

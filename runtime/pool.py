@@ -450,7 +450,7 @@ class HostPool(Pages):
     ) -> Move:
         wanted = path if path is None or isinstance(path, str) else path.get(self.name)
         taken = self._choose(direction, batch, wanted, layered, qos)
-        return Move(self._number, self.name, batch, *taken, self._checks if full and batch.host else None)
+        return Move(self._number, self.name, batch, *taken, self._checks if full and batch.count else None)
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
@@ -571,7 +571,7 @@ class HostPool(Pages):
         self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
     ) -> tuple[str, float | None]:
         """The path, and the seconds that the cost model expects of it."""
-        pages, whole = len(batch.host), not layered
+        pages, whole = batch.count, not layered
         if batch.on_device is not None:
             whole = whole and batch.bad is None  # else the device skips wrong ones
         elif batch.unit == "tokens":
@@ -620,9 +620,7 @@ class HostPool(Pages):
 
 def _merged(batch: indices.Batch) -> int:
     """How many host pages follow each other on average, as a power of two."""
-    pages = batch.host_pages
-    runs = len(pages) - len(pages.intersection(map((1).__add__, pages)))
-    return 1 << (len(pages) // max(runs, 1)).bit_length() - 1 if pages else 1
+    return 1 << (batch.count // batch.runs).bit_length() - 1 if batch.runs else 1
 
 
 def indices_align(nbytes: int) -> int:

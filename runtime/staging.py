@@ -62,7 +62,8 @@ class _Stage:
         for i in range(0, count, size):
             pages = host[i : i + size]
             part = on_device if on_device is None else on_device[i * span : (i + size) * span]
-            yield pages, Batch(batch.unit, inside[: len(pages)], device[i : i + size], on_device=part)
+            both = inside[: len(pages)] + device[i : i + size]
+            yield pages, Batch(batch.unit, both, len(pages), on_device=part)
 
     def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
         """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
@@ -128,7 +129,7 @@ class Staging:
         """Gather in `stream`, copy in `copies`; returns the event after the last gather."""
         driver = self._driver
         self.delayed = sum(
-            max(0, len(move.batch.host) - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
+            max(0, move.batch.count - SLOTS * self._stages[move.member].ring.slot_pages) for move in moves
         )
         for chunk in self._chunks(moves, "write_back"):
             slot = chunk.slot_number
@@ -178,7 +179,7 @@ class Staging:
         """
         stages = [self._stages[move.member] for move in moves]
         pairs = list(zip(stages, moves, strict=True))
-        nbytes = sum(stage.page_bytes * len(move.batch.host) for stage, move in pairs)
+        nbytes = sum(stage.page_bytes * move.batch.count for stage, move in pairs)
         wanted = self._costs.of(direction).chunks(nbytes)
         lists = [
             stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)

@@ -296,7 +296,7 @@ class Transfers:
         for move in moves if order is None or order.layers else ():
             number, batch, path = move.member, move.batch, move.path
             member = self.members[number]
-            if member.empty or not batch.host:
+            if member.empty or not batch.count:
                 continue
             if path == "zero_copy":
                 direct.append((number, member.place, batch, None if order is None else order.steps[number]))

@@ -1,0 +1,54 @@
+"""The runtime's own compiled code: what a submission does for every id, and its calls of the driver.
+
+`submit.cpp` is built once on a machine, with its C++ compiler, and kept in the cache of compiled code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from poolwright.runtime import jit
+
+UNIT = jit.Unit("runtime", Path(__file__).resolve().parent / "submit.cpp")
+
+# `Wrong` and `Ask` in submit.cpp.
+NOT_WHOLE, HOST_OUTSIDE, DEVICE_OUTSIDE, RESERVED, HOST_TWICE, DEVICE_TWICE = range(-1, -7, -1)
+HOST_WIDE, DEVICE_WIDE, BY_TOKEN, HOST_ONCE, DEVICE_ONCE = 1, 2, 4, 8, 16
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled code. Raises CompileError, and BackendUnavailable where there is neither it nor a
+    compiler."""
+    return jit.load_host(jit.host_libraries([UNIT])[0])
+
+
+@functools.cache
+def _pages_of() -> Any:
+    """`pages_of` in submit.cpp, called with the interpreter's lock held: it is over sooner than the lock
+    would change hands."""
+    function = ctypes.PyDLL(None, handle=library()._handle).pages_of
+    pointer, word = ctypes.c_void_p, ctypes.c_uint64
+    function.argtypes = [pointer, pointer, pointer, word, word, pointer]
+    function.restype = ctypes.c_int64
+    return function
+
+
+class PageCheck:
+    """Checks lists of pages of one pool; `at` is the address of its limits, `call` takes it first."""
+
+    __slots__ = ("_kept", "at", "call")
+
+    def __init__(self, page_size: int, host_pages: int, device_pages: int, reserved: Sequence[int]) -> None:
+        marks = [array("Q", (0,)) * (pages // 64 + 1) for pages in (host_pages, device_pages)]
+        refused = array("Q", reserved)
+        host, device = (each.buffer_info()[0] for each in marks)
+        words = (page_size, host_pages, host, device_pages, device, len(refused), refused.buffer_info()[0])
+        limits = array("Q", words)
+        self.call, self.at = _pages_of(), limits.buffer_info()[0]
+        self._kept = limits, marks, refused

@@ -1,0 +1,116 @@
+// What a submission does for every id: called from Python, once for a whole list.
+//
+// A caller holds the interpreter's lock during `pages_of`, which marks pages in memory that all calls share.
+#include <cstdint>
+
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i64 = std::int64_t;
+
+namespace {
+
+// What ids may be, by side (0: host, 1: device): `pages` of them; `marks` has a bit for each page, all zero.
+struct Side {
+  u64 pages;
+  u64* marks;
+};
+
+struct Limits {
+  u64 page_size;
+  Side sides[2];
+  u64 reserved_count;
+  const u64* reserved;  // device pages
+};
+
+// What is wrong, as `pages_of` tells it; the device's number is the host's and one.
+enum Wrong : i64 { not_whole = -1, outside = -2, reserved = -4, twice = -5 };
+
+enum Ask : u64 { host_wide = 1, device_wide = 2, by_token = 4, host_once = 8, device_once = 16 };
+
+// Page ids of whole pages of `size` ids each, which stand together and in order. An id that is no page number
+// of 32 bits becomes one that is outside of every pool.
+template <typename T>
+bool pack(const T* ids, u64 count, u64 size, u32* out) {
+  if (size == 1) {
+    for (u64 i = 0; i < count; ++i) out[i] = u64(ids[i]) > ~u32(0) ? ~u32(0) : u32(ids[i]);
+    return true;
+  }
+  for (u64 i = 0; i < count; ++i) {
+    const T* page = ids + i * size;
+    const T first = page[0];
+    bool same = first % T(size) == 0;
+    for (u64 j = 1; j < size; ++j) same &= page[j] == T(u64(first) + j);
+    if (!same) return false;
+    const i64 number = i64(first) / i64(size);
+    out[i] = number < 0 || number > i64(~u32(0)) ? ~u32(0) : u32(number);
+  }
+  return true;
+}
+
+bool pack(const void* ids, bool wide, u64 count, u64 size, u32* out) {
+  return wide ? pack(static_cast<const i64*>(ids), count, size, out)
+              : pack(static_cast<const std::int32_t*>(ids), count, size, out);
+}
+
+bool inside(const u32* ids, u64 count, u64 end) {
+  u32 most = 0;
+  for (u64 i = 0; i < count; ++i) most = ids[i] > most ? ids[i] : most;
+  return count == 0 || most < end;
+}
+
+// Marks every page; how many there are, each counted once.
+u64 mark(const Side& side, const u32* ids, u64 count) {
+  u64 different = 0;
+  for (u64 i = 0; i < count; ++i) {
+    u64& word = side.marks[ids[i] >> 6];
+    const u64 bit = u64(1) << (ids[i] & 63);
+    different += (word & bit) == 0;
+    word |= bit;
+  }
+  return different;
+}
+
+void unmark(const Side& side, const u32* ids, u64 count) {
+  for (u64 i = 0; i < count; ++i) side.marks[ids[i] >> 6] = 0;
+}
+
+// Runs of neighbouring pages among those that are marked. Each page is counted when it is the first of a run,
+// or by whoever stands in the list again.
+u64 runs_of(const Side& side, const u32* ids, u64 count) {
+  u64 runs = 0;
+  for (u64 i = 0; i < count; ++i) {
+    const u64 before = u64(ids[i]) - 1;
+    runs += ids[i] == 0 || (side.marks[before >> 6] >> (before & 63) & 1) == 0;
+  }
+  return runs;
+}
+
+}  // namespace
+
+// Checks `count` pages of both lists (`device` null: of the host's alone) and writes their numbers to `out`,
+// the host's first. Returns how many runs of neighbouring host pages there are, or what is wrong.
+extern "C" i64 pages_of(const Limits* limits, const void* host, const void* device, u64 count, u64 ask, u32* out) {
+  const u64 size = ask & by_token ? limits->page_size : 1;
+  u32* const there = out + count;
+  if (!pack(host, ask & host_wide, count, size, out)) return not_whole;
+  if (device && !pack(device, ask & device_wide, count, size, there)) return not_whole;
+  if (!inside(out, count, limits->sides[0].pages)) return outside;
+  if (device) {
+    if (!inside(there, count, limits->sides[1].pages)) return outside - 1;
+    for (u64 r = 0; r < limits->reserved_count; ++r) {
+      for (u64 i = 0; i < count; ++i) {
+        if (there[i] == limits->reserved[r]) return reserved;
+      }
+    }
+  }
+  const bool host_again = mark(limits->sides[0], out, count) != count;
+  const i64 runs = i64(runs_of(limits->sides[0], out, count));
+  unmark(limits->sides[0], out, count);
+  if (host_again && ask & host_once) return twice;
+  if (ask & device_once) {
+    const bool again = mark(limits->sides[1], there, count) != count;
+    unmark(limits->sides[1], there, count);
+    if (again) return twice - 1;
+  }
+  return runs;
+}
