@@ -48,8 +48,8 @@ class Batch:
 
     `unit` ``pages`` or ``tokens``: what both lists hold. With `on_device` the device ids lie there, in that
     unit, and `ids` holds page ids of the host alone. `runs`: of neighbouring host pages, 0 where pages are
-    not whole. `bad`: asked when all is done, which host pages were skipped. Sets of pages are made when they are
-    asked for: few are.
+    not whole. `bad`: asked when all is done, which host pages were skipped. Sets of pages are made when they
+    are asked for: few are.
     """
 
     __slots__ = ("_device_pages", "_host_pages", "bad", "count", "ids", "on_device", "runs", "unit")
