@@ -25,21 +25,25 @@ class Counter(NamedTuple):
 
 
 class LayerMarks(NamedTuple):
-    """When each step of a load is there: the first `begin` at `event`, the next when counters from `address`
-    on reach `values`, the others with the whole load."""
+    """When each step of a load is there: the first `begin` at `event`, the next `counted` when their counters
+    are `ahead` of what `values` say, the others with the whole load. From `address` on there is a counter for
+    each step."""
 
     event: Event
     begin: int
+    counted: int
     side: Stream
     address: int
     values: Sequence[int]
+    ahead: int
 
     def moment(self, step: int, end: Event) -> Event | Counter:
         """When `step` is there; `end`: the event of the whole load."""
         if step < self.begin:
             return self.event
-        at = step - self.begin
-        return Counter(self.side, self.address + 4 * at, self.values[at]) if at < len(self.values) else end
+        if step >= self.begin + self.counted:
+            return end
+        return Counter(self.side, self.address + 4 * step, self.values[step] + self.ahead & 0xFFFFFFFF)
 
 
 class Mark:
