@@ -63,6 +63,10 @@ class Mark:
         self._ticket.reach(self._event, stream)
 
 
+_asking = threading.Lock()
+"""Held while a verdict is asked for, of whatever ticket."""
+
+
 class Ticket:
     """A submitted transfer: which way it goes, by which path, when it is done.
 
@@ -75,7 +79,7 @@ class Ticket:
     """
 
     __slots__ = (
-        *("_acknowledged", "_began", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
+        *("_acknowledged", "_began", "_captured", "_driver", "_event", "_marks", "_moves", "_order"),
         *("_verdict", "delayed", "direction", "error", "pool"),
     )
 
@@ -98,7 +102,6 @@ class Ticket:
         self._driver, self._event, self._captured, self._began = driver, event, captured, began
         self._moves, self._marks, self._order = moves, marks, order
         self._verdict = verdict
-        self._lock = threading.Lock()
         self._acknowledged = False
 
     @property
@@ -238,10 +241,12 @@ class Ticket:
         self._acknowledge()
 
     def _acknowledge(self) -> None:
-        with self._lock:
-            if self.error is None and self._verdict is not None:  # also of a ticket that was given up
-                self.error = self._verdict()
-            self._acknowledged, self._verdict = True, None
+        if self._verdict is not None:
+            with _asking:  # once, whoever comes first
+                if self.error is None and self._verdict is not None:  # also of a ticket that was given up
+                    self.error = self._verdict()
+                self._verdict = None
+        self._acknowledged = True
 
     def _check(self) -> None:
         if self.error is not None:

@@ -21,7 +21,7 @@ from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.checks import Verdict
 from poolwright.runtime.driver import Event, Memory, Stream
-from poolwright.runtime.errors import PoolError, TransferError
+from poolwright.runtime.errors import NotAdmitted, PoolError, TransferError
 from poolwright.runtime.hazards import Hazards, Submission
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Order, Steps
@@ -212,14 +212,13 @@ class Transfers:
         """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows;
         None: the caller's current one.
 
-        Raises TransferError; none of the pages may be used then.
+        Raises TransferError; none of the pages may be used then. Raises NotAdmitted with nothing done.
         """
         driver = self._driver
         stream = self._writes if direction == "write_back" else self._loads
         with self._lock, driver.guard():
             if other is None:
                 other = driver.current_stream()
-            driver.admit(other, self.name)
             keep: list[object] = [moves, self._bound]
             on_device = checked = False
             for move in moves:
@@ -229,12 +228,10 @@ class Transfers:
                     checked = True
             try:
                 self._hazards.forget(direction)
-                driver.follow(stream, other)
+                before = self._hazards.before(direction, moves)
+                driver.enter(stream, other, before, self.name)
                 if on_device:  # ids may come from another stream than the rows
                     driver.follow(stream, driver.current_stream())
-                before = self._hazards.before(direction, moves)
-                if before is not None:
-                    driver.wait(stream, before)
                 began = driver.record(stream, timed=True) if timed else None
                 captured, marks = self._run(direction, moves, stream, order, keep)
                 verdict = None
@@ -242,6 +239,8 @@ class Transfers:
                     captured = marks = None  # see Note [Comparing in order]
                     verdict = self._compare(direction, moves, stream, order, keep)
                 event = driver.record(stream, timed=timed)
+            except NotAdmitted:
+                raise
             except PoolError as error:
                 self._abandon(direction, moves, stream, other, keep)
                 raise failure(self.name, direction, moves, str(error)) from error

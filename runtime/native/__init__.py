@@ -39,6 +39,39 @@ def _pages_of() -> Any:
     return function
 
 
+class Functions(ctypes.Structure):
+    """Addresses of functions of the CUDA driver, as `Functions` in submit.cpp."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("capturing", "record", "wait"))
+
+
+REFUSED = 1
+"""`Stage` in submit.cpp: nothing was done."""
+
+
+class Enter:
+    """Puts one stream behind another, through `functions` of the driver; `between`: an event for it.
+
+    Called with stream, other stream, and an event that comes before, too, or 0. Returns where it stopped
+    and the driver's error, (0, 0) when all is done. One thread at a time.
+    """
+
+    __slots__ = ("_at", "_between", "_call", "_kept")
+
+    def __init__(self, functions: Functions, between: int) -> None:
+        call: Any = library()["enter"]
+        call.argtypes, call.restype = [ctypes.c_void_p] * 5, ctypes.c_int64
+        self._kept, self._at, self._between = functions, ctypes.addressof(functions), between
+        self._call = call
+
+    def __call__(self, stream: int, other: int, before: int) -> tuple[int, int]:
+        found = self._call(self._at, stream, other, self._between, before)
+        return divmod(found, 1 << 32) if found else _DONE
+
+
+_DONE = (0, 0)
+
+
 class PageCheck:
     """Checks lists of pages of one pool; `at` is the address of its limits, `call` takes it first."""
 

@@ -1,4 +1,4 @@
-// What a submission does for every id: called from Python, once for a whole list.
+// What a submission does for every id, once for a whole list, and what it asks of the driver at its begin.
 //
 // A caller holds the interpreter's lock during `pages_of`, which marks pages in memory that all calls share.
 #include <cstdint>
@@ -113,4 +113,31 @@ extern "C" i64 pages_of(const Limits* limits, const void* host, const void* devi
     if (again) return twice - 1;
   }
   return runs;
+}
+
+// ---- calls of the CUDA driver ----------------------------------------------------------------------------
+
+namespace {
+
+struct Functions {
+  int (*capturing)(void* stream, int* status);
+  int (*record)(void* event, void* stream);
+  int (*wait)(void* stream, void* event, unsigned flags);
+};
+
+// Where `enter` stopped: above the driver's error in what it returns.
+enum Stage : i64 { refused = i64(1) << 32, failed = i64(2) << 32 };
+
+}  // namespace
+
+// Puts `stream` behind everything that is in `other`, by event `between`, and behind event `before` (null: none).
+// Returns 0; `refused` when `other` is being captured, or does not say, and nothing was done; `failed`.
+extern "C" i64 enter(const Functions* driver, void* stream, void* other, void* between, void* before) {
+  int status = 0;
+  int code = driver->capturing(other, &status);
+  if (code != 0 || status != 0) return refused | code;
+  code = driver->record(between, other);
+  if (code == 0) code = driver->wait(stream, between, 0);
+  if (code == 0 && before) code = driver->wait(stream, before, 0);
+  return code == 0 ? 0 : failed | code;
 }
