@@ -85,3 +85,65 @@ class PageCheck:
         limits = array("Q", words)
         self.call, self.at = _pages_of(), limits.buffer_info()[0]
         self._kept = limits, marks, refused
+
+
+Run = tuple[int, int, int, int, int]
+"""Bytes that every page has: start and step of pages in host memory, start and step of positions in a slot,
+how many."""
+
+
+class CopyLists:
+    """Lists of copies between pages of one pool in host memory, from address `origin` on, and a slot.
+
+    `borders`: host addresses that no copy crosses, ascending.
+    """
+
+    __slots__ = ("_at", "_call", "_kept", "borders")
+
+    def __init__(self, origin: int, borders: Sequence[int]) -> None:
+        self._call, self.borders = _copies_of(), len(borders)
+        crossed = array("Q", borders)
+        host = array("Q", (origin, len(borders), crossed.buffer_info()[0]))
+        self._kept, self._at = (crossed, host), host.buffer_info()[0]
+
+    def room(self, pages: int, runs: array[int]) -> int:
+        """How many copies so many pages are at most."""
+        return (pages + self.borders) * (len(runs) // 5)
+
+    def add(
+        self, rows: array[int], used: int, runs: array[int], pages: array[int], first: int, base: int
+    ) -> int:
+        """Append to three equal `rows` that hold `used` copies: host addresses, slot addresses, bytes.
+
+        `runs`: `Run`s as one list; `pages`, of which the first has position `first` in the slot at `base`.
+        Neighbours become one copy. Returns how many copies the rows hold then; they have room for them.
+        """
+        at, room = rows.buffer_info()
+        listed, numbers = runs.buffer_info()
+        numbered, count = pages.buffer_info()
+        return int(
+            self._call(self._at, listed, numbers // 5, numbered, count, first, base, at, room // 3, used)
+        )
+
+
+@functools.cache
+def _copies_of() -> Any:
+    function = ctypes.PyDLL(None, handle=library()._handle).copies_of
+    pointer, word = ctypes.c_void_p, ctypes.c_uint64
+    function.argtypes = [pointer, pointer, word, pointer, word, word, word, pointer, word, word]
+    function.restype = word
+    return function
+
+
+@functools.cache
+def _in_host_order() -> Any:
+    function = ctypes.PyDLL(None, handle=library()._handle).in_host_order
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+    return function
+
+
+def in_host_order(ids: array[int], count: int) -> array[int]:
+    """`count` host pages and behind them the device's, in the order of the host's."""
+    found = ids[:]
+    _in_host_order()(found.buffer_info()[0], count)
+    return found

@@ -115,6 +115,86 @@ extern "C" i64 pages_of(const Limits* limits, const void* host, const void* devi
   return runs;
 }
 
+// ---- pages that go through staging memory ----------------------------------------------------------------
+
+namespace {
+
+// A run of bytes that every page has: of page p `nbytes` from `start` + p * `step` on in host memory; of the page
+// at position i of a slot from `inside` + i * `inside_step` on.
+struct Run {
+  u64 start, step, inside, inside_step, nbytes;
+};
+
+// Host memory from `origin` on, with addresses that no copy crosses, ascending.
+struct Host {
+  u64 origin, border_count;
+  const u64* borders;
+};
+
+// Copies, in three rows of numbers.
+struct Copies {
+  u64 *host, *slot, *sizes, count;
+  // In pieces that end at borders.
+  void add(u64 at, u64 in_slot, u64 nbytes, const Host& memory) {
+    u64 low = 0, high = memory.border_count;  // the first border behind `at`
+    while (low < high) {
+      const u64 middle = (low + high) / 2;
+      if (memory.borders[middle] <= at) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    for (; low < memory.border_count && memory.borders[low] < at + nbytes; ++low) {
+      const u64 size = memory.borders[low] - at;
+      put(at, in_slot, size);
+      at += size, in_slot += size, nbytes -= size;
+    }
+    put(at, in_slot, nbytes);
+  }
+  void put(u64 at, u64 in_slot, u64 nbytes) {
+    host[count] = at, slot[count] = in_slot, sizes[count] = nbytes;
+    ++count;
+  }
+};
+
+}  // namespace
+
+// Brings `count` host pages and behind them the device's, pair by pair, in the order of the host's.
+extern "C" void in_host_order(u32* ids, u64 count) {
+  u32* const there = ids + count;
+  u64 gap = 1;
+  while (gap < count / 3) gap = 3 * gap + 1;
+  for (; gap > 0; gap /= 3) {
+    for (u64 i = gap; i < count; ++i) {
+      const u32 host = ids[i], device = there[i];
+      u64 at = i;
+      for (; at >= gap && ids[at - gap] > host; at -= gap) ids[at] = ids[at - gap], there[at] = there[at - gap];
+      ids[at] = host, there[at] = device;
+    }
+  }
+}
+
+// Copies of `count` pages, the first of which is at position `first` of the slot at `base`, into three rows of
+// `room` numbers each from `out` + `used` on: host addresses, slot addresses, bytes. Neighbouring pages are one
+// copy where their bytes are neighbours on both sides. Returns how many copies the rows hold then.
+extern "C" u64 copies_of(const Host* memory, const Run* runs, u64 run_count, const u32* pages, u64 count, u64 first,
+                         u64 base, u64* out, u64 room, u64 used) {
+  Copies copies{out, out + room, out + 2 * room, used};
+  for (u64 r = 0; r < run_count; ++r) {
+    const Run run = runs[r];
+    const bool merge = run.nbytes == run.step && run.nbytes == run.inside_step;
+    for (u64 i = 0; i < count;) {
+      u64 next = i + 1;
+      while (merge && next < count && pages[next] == pages[next - 1] + 1) ++next;
+      const u64 host = memory->origin + run.start + pages[i] * run.step;
+      copies.add(host, base + run.inside + (first + i) * run.inside_step, (next - i) * run.nbytes, *memory);
+      i = next;
+    }
+  }
+  return copies.count;
+}
+
 // ---- calls of the CUDA driver ----------------------------------------------------------------------------
 
 namespace {
