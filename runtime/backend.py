@@ -7,6 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,8 +51,10 @@ class Code:
         self.costs = _costs_of(device)
         self.threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
         self.align = 0
-        native.library()  # no path goes without it
-        self.compile(16)
+        with ThreadPoolExecutor(1) as beside:  # the compilers of this pool's own code
+            ours = beside.submit(native.library)
+            self.compile(16)
+        ours.result()  # no path goes without it
         if require is not None and self._why_not is not None:
             raise self._why_not
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolwright.runtime import native
+from poolwright.runtime.errors import BackendUnavailable
 from poolwright.runtime.native import CopyLists, Enter, Functions, Run
 
 Copy = tuple[int, int, int]
@@ -76,6 +78,16 @@ def test_pages_are_brought_into_the_order_of_the_host(pairs: list[tuple[int, int
     assert ids == before
     assert list(found[:count]) == sorted(host for host, _ in pairs)
     assert sorted(zip(found[:count], found[count:], strict=True)) == sorted(pairs)
+
+
+def test_without_a_compiler_and_a_filled_cache_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POOLWRIGHT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("POOLWRIGHT_CXX", "a-compiler-that-is-not-there")
+    missing = r"compiled code of runtime for .* is not available: .*no such command.*runtime compile$"
+    with pytest.raises(BackendUnavailable, match=missing):
+        native.library.__wrapped__()
 
 
 class Driver:

@@ -13,6 +13,7 @@ import functools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -119,8 +120,10 @@ class CudaDriver:
         # Without a function of Python's round the call: every submission asks.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
         self._batch = _batch_copy()
-        with self.guard():
-            self._enter = native.Enter(_functions(), self._new_event(2)[1])
+
+    @cached_property
+    def _enter(self) -> native.Enter:
+        return native.Enter(_functions(), self._new_event(2)[1])
 
     def guard(self) -> AbstractContextManager[None]:
         # A thread that has no context yet reports device 0: it counts once its context has been seen.
