@@ -2,7 +2,8 @@
 
 Every pool has staging memory of its own, in equal slots; those of all pools are used in step. A slot holds
 whole pages in the host's layout, so every range of a page is one copy, and neighbouring host pages merge
-into longer ones. While the copy engine empties one slot, kernels fill the next.
+into longer ones. While the copy engine empties one slot, kernels fill the next. What nothing overlaps, the
+first chunk of a write-back and the last of a load, is small.
 
 Note [Slots]: a slot is used again after the event that stands for it. Its first use in a transfer is behind
 all of the direction's earlier transfers, since a write-back ends with its copies joined and a load starts
@@ -11,18 +12,19 @@ behind the one before; so events are kept from one transfer to the next only whe
 
 from __future__ import annotations
 
+import math
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from poolwright.runtime.costs import Costs
+from poolwright.runtime.costs import LEAD, Costs, alone
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.moves import Member, Move, Ring
+from poolwright.runtime.native import CopyLists, Runs, in_host_order
 from poolwright.runtime.pages import spans
 
 SLOTS = 2
@@ -36,62 +38,47 @@ def slots_of(in_place: bool) -> int:
 
 
 class _Stage:
-    """A member's slots, and where the ranges of its pages lie on both sides.
-
-    `borders`: host addresses that no copy crosses, where one registration ends and the next begins.
-    """
+    """A member's slots, and where the ranges of its pages lie on both sides."""
 
     def __init__(self, member: Member, ring: Ring) -> None:
-        self.member, self.ring, self.borders = member, ring, member.buffer.borders
+        self.member, self.ring = member, ring
         self.page_bytes = max(member.layout.page_bytes, 1)
         self.slots = [ring.slot(number) for number in range(SLOTS if ring.shared else 2 * SLOTS)]
+        runs = array("Q")
         inside = spans(member.program, ring.slot_pages)
-        self.spans = tuple(zip(spans(member.program, member.place.pages), inside, strict=True))
+        for here, there in zip(spans(member.program, member.place.pages), inside, strict=True):
+            runs.extend((here.start, here.nbytes, there.start, there.nbytes, here.nbytes))
+        self.runs = Runs(runs)
+        self.lists = CopyLists(member.place.address, member.buffer.borders)
 
-    def chunks(self, batch: Batch, wanted: int) -> Iterator[tuple[list[int], Batch]]:
+    def chunks(self, batch: Batch, direction: str, wanted: int) -> Iterator[tuple[array[int], Batch]]:
         """About `wanted` parts of a batch that fit a slot: host pages, and the ids with positions in the slot
         for them. They come in the order of their host pages, so that runs merge."""
-        host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
-        count = len(host)
-        size = chunk_pages(count, wanted, self.ring.slot_pages)
-        if on_device is None:
-            places = sorted(range(count), key=host.__getitem__)
-            host, device = [host[at] for at in places], array("I", [device[at] for at in places])
+        count, on_device = batch.count, batch.on_device
+        ids = batch.ids if on_device is not None else in_host_order(batch.ids, count)
         span = 0 if on_device is None else len(on_device) // count
-        inside = array("I", range(min(size, count)))
-        for i in range(0, count, size):
-            pages = host[i : i + size]
-            part = on_device if on_device is None else on_device[i * span : (i + size) * span]
-            both = inside[: len(pages)] + device[i : i + size]
-            yield pages, Batch(batch.unit, both, len(pages), on_device=part)
-
-    def copies(self, chunk: _Chunk, pages: Sequence[int], base: int) -> None:
-        """Add the copies of these pages, which lie in a slot from address `base` on, to a chunk."""
-        runs, origin = _runs(pages), self.member.place.address
-        for outer, inner in self.spans:
-            size, inside, start = outer.nbytes, base + inner.start, origin + outer.start
-            host = [start + first * size for first, _, _ in runs]
-            slot = [inside + at * size for _, at, _ in runs]
-            sizes = [count * size for _, _, count in runs]
-            if self.borders:
-                host, slot, sizes = _cut(host, slot, sizes, self.borders)
-            chunk.host.extend(host)
-            chunk.slot.extend(slot)
-            chunk.sizes.extend(sizes)
+        sizes = chunk_sizes(count, wanted, self.ring.slot_pages)
+        inside, first = array("I", range(max(sizes))), 0
+        for size in sizes if direction == "write_back" else reversed(sizes):
+            end = first + size
+            there = None if on_device is None else on_device[first * span : end * span]
+            both = inside[:size] + ids[count + first : count + end]
+            yield ids[first:end], Batch(batch.unit, both, size, on_device=there)
+            first = end
 
 
 class _Chunk(NamedTuple):
     """One launch and one batch of copies: what goes through one slot of every pool.
 
-    `last`: nothing else of this transfer goes through the slot.
+    `last`: nothing else of this transfer goes through the slot. `host`, `slot`, `sizes`: the copies.
     """
 
     slot_number: int
     last: bool
     parts: list[Part]
-    host: list[int]
-    slot: list[int]
-    sizes: list[int]
+    host: array[int]
+    slot: array[int]
+    sizes: array[int]
 
 
 class Staging:
@@ -107,6 +94,7 @@ class Staging:
         self._free: list[Event | None] = [None] * 2 * SLOTS  # see Note [Slots]
         self._turns = {"write_back": 0, "load": SLOTS}
         self._shared = False
+        self._rows = array("Q")  # three lists of copies of a chunk
         self.delayed = 0
 
     def add(self, number: int, member: Member) -> None:
@@ -182,55 +170,48 @@ class Staging:
         nbytes = sum(stage.page_bytes * move.batch.count for stage, move in pairs)
         wanted = self._costs.of(direction).chunks(nbytes)
         lists = [
-            stage.chunks(move.batch, 1 if direction == "write_back" and stage.member.in_place else wanted)
+            stage.chunks(move.batch, direction, 1 if self._fills(stage, direction) else wanted)
             for stage, move in pairs
         ]
-        turns = list(zip_longest(*lists))
+        turns, rows = list(zip_longest(*lists)), self._rows_for(pairs)
+        room = len(rows) // 3
         for left, turn in zip(range(len(turns) - 1, -1, -1), turns, strict=True):
-            slot = self._next_slot(direction)
-            chunk = _Chunk(slot, left < SLOTS, [], [], [], [])
-            for stage, move, part in zip(stages, moves, turn, strict=True):
+            slot, count = self._next_slot(direction), 0
+            parts: list[Part] = []
+            for (stage, move), part in zip(pairs, turn, strict=True):
                 if part is not None:
                     place = stage.slots[slot]
-                    chunk.parts.append((move.member, place, part[1], None))
-                    stage.copies(chunk, part[0], place.address)
-            yield chunk
+                    parts.append((move.member, place, part[1], None))
+                    count = stage.lists.add(rows, count, stage.runs, part[0], 0, place.address)
+            copies = rows[:count], rows[room : room + count], rows[2 * room : 2 * room + count]
+            yield _Chunk(slot, left < SLOTS, parts, *copies)
+
+    def _rows_for(self, pairs: Sequence[tuple[_Stage, Move]]) -> array[int]:
+        """Three lists in one with room for the copies of a chunk: host and slot addresses, bytes."""
+        room = 3 * sum(stage.lists.room(stage.ring.slot_pages, stage.runs) for stage, _ in pairs)
+        if room > len(self._rows):
+            self._rows = array("Q", (0,)) * room
+        return self._rows
+
+    def _fills(self, stage: _Stage, direction: str) -> bool:
+        """Whether pages fill whole slots."""
+        return direction == "write_back" and stage.member.in_place
 
 
-def chunk_pages(pages: int, chunks: int, slot_pages: int) -> int:
-    """Pages of each chunk when so many are cut into about so many chunks that fit a slot."""
-    return max(1, min(slot_pages, -(-pages // chunks)))
+def chunk_sizes(pages: int, chunks: int, slot_pages: int) -> list[int]:
+    """Pages of each chunk when so many are cut into about so many chunks that fit a slot.
 
-
-def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first page, position in the list, count) of neighbouring pages."""
-    runs = []
-    first = at = 0
-    expected = -1
-    for position, page in enumerate(pages):
-        if page != expected:
-            if position:
-                runs.append((first, at, position - at))
-            first, at = page, position
-        expected = page + 1
-    if pages:
-        runs.append((first, at, len(pages) - at))
-    return runs
-
-
-def _cut(
-    host: Sequence[int], slot: Sequence[int], sizes: Sequence[int], borders: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """The same copies in pieces that end at borders: the driver refuses a range of two registrations."""
-    pieces = [piece for copy in zip(host, slot, sizes, strict=True) for piece in _pieces(*copy, borders)]
-    return [piece[0] for piece in pieces], [piece[1] for piece in pieces], [piece[2] for piece in pieces]
-
-
-def _pieces(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    end = host + size
-    for border in borders[bisect_right(borders, host) :]:
-        if border >= end:
-            break
-        yield host, slot, border - host
-        slot, host = slot + border - host, border
-    yield host, slot, end - host
+    The first is the one that nothing overlaps: it is about `LEAD` times smaller. One chunk that does not fit
+    becomes whole slots.
+    """
+    if chunks == 1 or pages == 1:
+        full, rest = divmod(pages, slot_pages)
+        return [slot_pages] * full + [rest] * (rest > 0)
+    size = min(slot_pages, math.ceil(pages * (1 - alone(chunks)) / (chunks - 1)))
+    full, lead = divmod(pages, size)
+    if 0 < lead <= size // 3:
+        return [lead] + [size] * full
+    lead = max(1, size // LEAD)
+    full = -(-(pages - lead) // size)
+    each, more = divmod(pages - lead, full)
+    return [lead] + [each + 1] * more + [each] * (full - more)

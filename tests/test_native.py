@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from poolwright.runtime import native
 from poolwright.runtime.errors import BackendUnavailable
-from poolwright.runtime.native import CopyLists, Enter, Functions, Run
+from poolwright.runtime.native import CopyLists, Enter, Functions, Run, Runs
 
 Copy = tuple[int, int, int]
 
@@ -60,13 +60,21 @@ def test_copies_are_those_of_every_page_and_run(
     runs: list[Run], pages: list[int], borders: list[int], first: int
 ) -> None:
     lists = CopyLists(1000, borders)
-    listed = array("Q", [number for run in runs for number in run])
-    room = lists.room(len(pages), listed) + 1
+    listed = Runs(array("Q", [number for run in runs for number in run]))
+    room = lists.room(len(pages), listed) * (1 + len(borders)) + 1  # here they cut pages, too
     rows = array("Q", [77]) * (3 * room)
     count = lists.add(rows, 1, listed, array("I", pages), first, 9000)
     found = list(zip(*(rows[row * room + 1 : row * room + count] for row in range(3)), strict=True))
     assert found == plain(1000, borders, runs, pages, first, 9000)
     assert [rows[row * room] for row in range(3)] == [77, 77, 77]
+
+
+def test_rows_that_are_too_short_are_refused_and_nothing_is_written_behind_them() -> None:
+    lists, runs = CopyLists(0, []), Runs(array("Q", (0, 8, 0, 8, 8)))
+    rows = array("Q", [77]) * 6
+    with pytest.raises(ValueError, match="copies of 3 pages: expected room for 3, got 2"):
+        lists.add(rows, 0, runs, array("I", (1, 3, 5)), 0, 0)
+    assert list(rows) == [8, 24, 0, 8, 8, 8]
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)

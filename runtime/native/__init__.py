@@ -92,38 +92,46 @@ Run = tuple[int, int, int, int, int]
 how many."""
 
 
+class Runs:
+    """`Run`s as one list of numbers: their `count`, and where they are."""
+
+    __slots__ = ("_kept", "at", "count")
+
+    def __init__(self, numbers: array[int]) -> None:
+        self._kept, self.at, self.count = numbers, numbers.buffer_info()[0], len(numbers) // 5
+
+
 class CopyLists:
     """Lists of copies between pages of one pool in host memory, from address `origin` on, and a slot.
 
     `borders`: host addresses that no copy crosses, ascending.
     """
 
-    __slots__ = ("_at", "_call", "_kept", "borders")
+    __slots__ = ("_at", "_call", "_kept")
 
     def __init__(self, origin: int, borders: Sequence[int]) -> None:
-        self._call, self.borders = _copies_of(), len(borders)
-        crossed = array("Q", borders)
+        self._call, crossed = _copies_of(), array("Q", borders)
         host = array("Q", (origin, len(borders), crossed.buffer_info()[0]))
         self._kept, self._at = (crossed, host), host.buffer_info()[0]
 
-    def room(self, pages: int, runs: array[int]) -> int:
-        """How many copies so many pages are at most."""
-        return (pages + self.borders) * (len(runs) // 5)
+    def room(self, pages: int, runs: Runs) -> int:
+        """How many copies so many pages are at most: borders lie between pages."""
+        return pages * runs.count
 
-    def add(
-        self, rows: array[int], used: int, runs: array[int], pages: array[int], first: int, base: int
-    ) -> int:
+    def add(self, rows: array[int], used: int, runs: Runs, pages: array[int], first: int, base: int) -> int:
         """Append to three equal `rows` that hold `used` copies: host addresses, slot addresses, bytes.
 
-        `runs`: `Run`s as one list; `pages`, of which the first has position `first` in the slot at `base`.
-        Neighbours become one copy. Returns how many copies the rows hold then; they have room for them.
+        `pages`: the first has position `first` in the slot at `base`. Neighbours become one copy. Returns how
+        many copies the rows hold then. Raises ValueError when they have no room for them.
         """
         at, room = rows.buffer_info()
-        listed, numbers = runs.buffer_info()
         numbered, count = pages.buffer_info()
-        return int(
-            self._call(self._at, listed, numbers // 5, numbered, count, first, base, at, room // 3, used)
+        found: int = self._call(
+            self._at, runs.at, runs.count, numbered, count, first, base, at, room // 3, used
         )
+        if 3 * found > room:
+            raise ValueError(f"copies of {count} pages: expected room for {found}, got {room // 3}")
+        return found
 
 
 @functools.cache

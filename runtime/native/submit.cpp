@@ -131,9 +131,9 @@ struct Host {
   const u64* borders;
 };
 
-// Copies, in three rows of numbers.
+// Copies, in three rows of `room` numbers; those that have no room are counted and not written.
 struct Copies {
-  u64 *host, *slot, *sizes, count;
+  u64 *host, *slot, *sizes, room, count;
   // In pieces that end at borders.
   void add(u64 at, u64 in_slot, u64 nbytes, const Host& memory) {
     u64 low = 0, high = memory.border_count;  // the first border behind `at`
@@ -153,7 +153,7 @@ struct Copies {
     put(at, in_slot, nbytes);
   }
   void put(u64 at, u64 in_slot, u64 nbytes) {
-    host[count] = at, slot[count] = in_slot, sizes[count] = nbytes;
+    if (count < room) host[count] = at, slot[count] = in_slot, sizes[count] = nbytes;
     ++count;
   }
 };
@@ -177,10 +177,10 @@ extern "C" void in_host_order(u32* ids, u64 count) {
 
 // Copies of `count` pages, the first of which is at position `first` of the slot at `base`, into three rows of
 // `room` numbers each from `out` + `used` on: host addresses, slot addresses, bytes. Neighbouring pages are one
-// copy where their bytes are neighbours on both sides. Returns how many copies the rows hold then.
+// copy where their bytes are neighbours on both sides. Returns how many copies there are then.
 extern "C" u64 copies_of(const Host* memory, const Run* runs, u64 run_count, const u32* pages, u64 count, u64 first,
                          u64 base, u64* out, u64 room, u64 used) {
-  Copies copies{out, out + room, out + 2 * room, used};
+  Copies copies{out, out + room, out + 2 * room, room, used};
   for (u64 r = 0; r < run_count; ++r) {
     const Run run = runs[r];
     const bool merge = run.nbytes == run.step && run.nbytes == run.inside_step;
