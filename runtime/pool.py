@@ -116,7 +116,7 @@ class HostPool(Pages):
     Every method may be called from any thread. Raises ValueError for wrong arguments with nothing done.
     """
 
-    STAGING_BYTES: ClassVar[int] = 128 << 20
+    STAGING_BYTES: ClassVar[int] = 256 << 20
 
     can_use_write_back_jit: bool
     staging: Memory | None

@@ -262,6 +262,9 @@ class CudaDriver:
                 if code is not self._ok:
                     _check((code, None), f"copy {size:,} bytes")
             return
+        if count <= BATCH_LIMIT:
+            self._batch(to, source, sizes, handle)
+            return
         for start in range(0, count, BATCH_LIMIT):
             stop = start + BATCH_LIMIT
             self._batch(to[start:stop], source[start:stop], sizes[start:stop], handle)
