@@ -179,6 +179,8 @@ def door(driver: CudaDriver) -> Iterator[Row]:
     yield "door: current_stream", driver.current_stream, None
     yield "door: admit the current stream", lambda: driver.admit(current, "x"), None
     yield "door: admit another stream", lambda: driver.admit(stream, "x"), None
+    yield "door: enter, behind a stream", lambda: driver.enter(stream, current, None, "x"), None
+    yield "door: enter, behind an event, too", lambda: driver.enter(stream, current, event, "x"), None
     yield "door: record", lambda: driver.record(stream), None
     yield "door: wait", lambda: driver.wait(current, event), None
     yield "door: follow", lambda: driver.follow(stream, current), None

@@ -111,16 +111,17 @@ class Bench:
     def together(self) -> list[float]:
         """First, middle and last arrival, the value waited for, the spinning kernel, the whole load."""
         pool, clocks = self.rig.pool, self.clocks
-        reached = list(pool._transfers._reached)
+        reached = pool._transfers._reached[0] + pool._transfers._ahead & 0xFFFFFFFF
         stream = self._covered()
         ticket = pool.load(self.host, self.device, unit="page", order="layer")
         marks = ticket._marks
         assert marks is not None
-        count = marks.values[0] - reached[0] & 0xFFFFFFFF
+        moment = marks.moment(0, None)
+        count = moment.value - reached & 0xFFFFFFFF
         assert count <= MOST_ARRIVALS
         watcher, waiter, spinner, _ = self._streams
-        clocks.watch(ARRIVALS, marks.address, reached[0], count, watcher)
-        clocks.spin(SPUN, marks.address, marks.values[0], spinner)
+        clocks.watch(ARRIVALS, moment.address, reached, count, watcher)
+        clocks.spin(SPUN, moment.address, moment.value, spinner)
         ticket.wait_layer(pool.layers[0], waiter)
         clocks.stamp(VALUE, waiter)
         ticket.wait(stream)

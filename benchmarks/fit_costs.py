@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 from poolwright.runtime.costs import DEFAULTS, Costs, Work, predict
-from poolwright.runtime.staging import chunk_pages
+from poolwright.runtime.staging import fill_sizes
 from poolwright.runtime.tools.fit import Sample, fit
 
 PATHS = ("zero_copy", "staged")
@@ -37,7 +37,7 @@ def chunks_of(cell: dict[str, Any], chunks: int, least: int, slot_bytes: int) ->
     """Chunks of a staged cell: about so many of at least `least` bytes, of whole pages that fit a slot."""
     pages, page = cell["pages"], cell["total"] // cell["pages"]
     chunks = max(1, min(chunks, pages * page // max(least, 1)))
-    return -(-pages // chunk_pages(pages, chunks, slot_bytes // page))
+    return sum(map(len, fill_sizes(pages, chunks, slot_bytes // page, cell["direction"])))
 
 
 def main() -> int:

@@ -167,6 +167,7 @@ class Bench:
         def submit() -> Any:
             kernels.window, kernels.count = window, blocks
             self._transfers._launcher = launcher
+            launcher._cuts.clear()  # made for other settings
             return pool.load(self.host, self.device, unit="page", order="layer")
 
         def early(ticket: Any, stream: Any) -> None:

@@ -6,8 +6,10 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import ClassVar
 
+from poolwright.runtime import jit, native
 from poolwright.runtime.driver import Event, Launch, Parameters, Stream, Windows, sizes
 from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels
 from poolwright.runtime.driver.host import HostDriver
@@ -42,9 +44,12 @@ class NoDriver(HostDriver):
     name = "nothing"
 
     def __init__(self) -> None:
-        self._events: list[object] = []
+        self._events: list[tuple[object, int]] = []
         self._followed: dict[int, object] = {}
         self._batch = BatchCopy(lambda *_: 0, 8)
+        unit = jit.Unit("nothing", Path(__file__).with_suffix(".cpp"))
+        function = ctypes.cast(jit.load_host(jit.host_libraries([unit])[0])["nothing"], ctypes.c_void_p).value
+        self._enter = native.Enter(native.Functions(*[function] * 3), 1)
 
     def kernels(
         self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
@@ -60,9 +65,12 @@ class NoDriver(HostDriver):
     def current_stream(self) -> Stream:
         return 0
 
+    def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
+        self._enter(stream, other, 0 if before is None else before.number)
+
     def record(self, stream: Stream, timed: bool = False) -> Event:
-        handle = self._events.pop() if self._events else object()
-        return CudaEvent(handle, self._events)
+        handle, number = self._events.pop() if self._events else (object(), 1)
+        return CudaEvent(handle, number, self._events)
 
     def elapsed(self, begin: Event, end: Event) -> float:
         return 0.0

@@ -7,11 +7,12 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 
-from poolwright.runtime import binding, env, jit, testing, toolchain, tuning
+from poolwright.runtime import binding, env, jit, native, testing, toolchain, tuning
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.costs import DEFAULTS, Costs
@@ -50,7 +51,10 @@ class Code:
         self.costs = _costs_of(device)
         self.threads = env.number("THREADS") or min(os.cpu_count() or 1, 8)
         self.align = 0
-        self.compile(16)
+        with ThreadPoolExecutor(1) as beside:  # the compilers of this pool's own code
+            ours = beside.submit(native.library)
+            self.compile(16)
+        ours.result()  # no path goes without it
         if require is not None and self._why_not is not None:
             raise self._why_not
 

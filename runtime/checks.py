@@ -65,7 +65,7 @@ class Checks:
         memory = self._driver.allocate(self._program.host(self._most).nbytes)
         keep.append(memory)
         differ: list[torch.Tensor] = []
-        for first in range(0, len(batch.host) if self._spans else 0, self._most):
+        for first in range(0, batch.count if self._spans else 0, self._most):
             part = _part(batch, first, self._most)
             self._fetch(memory, batch.host[first : first + self._most], stream)
             work = functools.partial(self._look, memory.tensor, part, layers, views, differ)
@@ -135,10 +135,10 @@ def behind(memory: Memory) -> torch.Tensor:
 
 def _part(batch: Batch, first: int, most: int) -> Batch:
     """Pages `first` and on of a batch, for host pages that lie one behind the other."""
-    count = len(batch.host[first : first + most])
+    count = min(most, batch.count - first)
     ids = batch.on_device
     if ids is not None:
-        each = len(ids) // len(batch.host)
+        each = len(ids) // batch.count
         ids = ids[first * each : (first + count) * each]
-    host = array("I", range(count))
-    return Batch(batch.unit, host, batch.device[first : first + most], on_device=ids)
+    both = array("I", range(count)) + batch.device[first : first + most]
+    return Batch(batch.unit, both, count, on_device=ids)

@@ -9,6 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+LEAD = 8
+"""A staged transfer's kernels and copies overlap but for one chunk, so many times smaller than the others:
+kernels are done with a large one before the copy engine is with the small one, by a factor of 2 at least."""
+
 BACKGROUND_PATIENCE = 1.5
 """A transfer in the background may take so many times as long, if it leaves the SMs to others for it."""
 
@@ -64,6 +68,13 @@ class Rates:
 
     def chunks(self, nbytes: int) -> int:
         """Into how many chunks so many bytes are best cut: more cost more, fewer overlap less."""
+        bought = nbytes / self.relayout_rate / self.chunk  # chunks, for what relayout alone takes
+        if bought * (1 - alone(2)) <= 1:
+            return 1
+        return 1 + max(1, round((math.sqrt(LEAD * bought) - 1) / LEAD))
+
+    def equal_chunks(self, nbytes: int) -> int:
+        """As `chunks`, where all have to be about as large: the square root that balances both."""
         return max(1, round(math.sqrt(nbytes / self.relayout_rate / self.chunk)))
 
 
@@ -108,6 +119,11 @@ DEFAULTS = Costs(
 )
 
 
+def alone(chunks: int) -> float:
+    """The share of all bytes that is in the chunk which nothing overlaps."""
+    return 1 / (LEAD * (chunks - 1) + 1)
+
+
 def predict(path: str, work: Work, costs: Costs) -> float | None:
     """Seconds that `work` takes by this path, on a device that does nothing else; None: nothing is known.
 
@@ -136,6 +152,6 @@ def _staged(work: Work, rates: Rates) -> tuple[float, float]:
         chunks = min(chunks + FRONT, work.steps)
     copies = max(-(-work.ranges // work.merged), chunks)
     moving = max(work.total / rates.link_rate, copies * rates.copy)
-    first = work.total / chunks / rates.relayout_rate
+    first = work.total * alone(chunks) / rates.relayout_rate
     device = rates.staged_start + chunks * rates.chunk + first + moving
     return device, chunks * rates.submit_chunk + copies * rates.submit_copy

@@ -10,6 +10,10 @@ class PoolError(Exception):
     """Base of every error that the runtime raises on its own account."""
 
 
+class NotAdmitted(PoolError):
+    """A stream cannot take a transfer (it is being captured into a graph); nothing was submitted."""
+
+
 class CompileError(PoolError):
     """A source did not compile.
 

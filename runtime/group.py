@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -206,7 +206,8 @@ class HostPoolGroup:
         `unit`, `path`: for all pools, or by pool. One launch and one batch of copies for all that take the
         same path; a pool that takes another's ids moves with it.
         """
-        found = self._moves("write_back", moves, unit, validate, path, qos, False)
+        asked = self._asked("write_back", moves, unit, path)
+        found = self._moves("write_back", asked, unit, validate, path, qos, False)
         return self._shared.transfers.submit("write_back", found, producer, timed=timed)
 
     @opaque
@@ -225,36 +226,43 @@ class HostPoolGroup:
     ) -> Ticket:
         """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
         pools, each told on its own; `layers`: only these layer ids."""
-        named = self._named("load", moves)
-        numbers = tuple(number for name in named for number in self.pools[name]._numbers)
+        asked = self._asked("load", moves, unit, path)
+        numbers = [number for pool, _, _ in asked for number in pool._numbers]
         steps = self._shared.transfers.ordered(numbers, order, layers)
-        found = self._moves("load", moves, unit, validate, path, qos, steps is not None)
+        found = self._moves("load", asked, unit, validate, path, qos, steps is not None)
         return self._shared.transfers.submit("load", found, readers, steps, timed)
+
+    def _asked(
+        self,
+        direction: str,
+        moves: Mapping[str, Ids],
+        unit: str | Mapping[str, str],
+        path: str | Mapping[str, str] | None,
+    ) -> list[tuple[HostPool, str, Ids]]:
+        """The pools that are to move, in the fixed order, their names, and ids as they are given."""
+        for what in (unit, path):
+            if what is not None and not isinstance(what, str):
+                self._known(direction, what)
+        if type(moves) is dict:
+            asked = [(pool, name, moves[name]) for name, pool in self._leaders if name in moves]
+            if len(asked) == len(moves):
+                return asked
+        named = self._named(direction, moves)  # one is off, or something is refused by name
+        return [(self.pools[name], name, pair) for name, pair in named.items()]
 
     def _moves(
         self,
         direction: str,
-        moves: Mapping[str, Ids],
+        asked: Sequence[tuple[HostPool, str, Ids]],
         unit: str | Mapping[str, str],
         validate: str,
         path: str | Mapping[str, str] | None,
         qos: str | None,
         layered: bool,
     ) -> list[Move]:
-        for what in (unit, path):
-            if what is not None and not isinstance(what, str):
-                self._known(direction, what)
         self._alive()
         found: list[Move] = []
-        asked = []
-        if type(moves) is dict:
-            asked = [(name, pool, moves[name]) for name, pool in self._leaders if name in moves]
-        if type(moves) is not dict or len(asked) != len(
-            moves
-        ):  # a pool that is off, or something that is refused by name
-            named = self._named(direction, moves)
-            asked = [(name, self.pools[name], pair) for name, pair in named.items()]
-        for name, pool, pair in asked:
+        for pool, name, pair in asked:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 got = type(pair).__name__
                 raise ValueError(

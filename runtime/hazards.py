@@ -55,7 +55,7 @@ class Hazards:
     def forget(self, direction: str) -> None:
         """Drop what is over of one direction. What the pool hands out does not depend on it."""
         running = self._running[direction]
-        some = max(KEPT, 1)
+        some = KEPT or 1
         while len(running) >= KEPT + some and self._over(running[some - 1]):
             for _ in range(some):  # one stream: those before it are over, too
                 running.popleft()

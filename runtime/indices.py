@@ -1,26 +1,28 @@
 """Index lists: what a caller hands over becomes a checked `Batch`; the caller's tensors are left alone.
 
 Host ids live on the CPU. Device ids live on the CPU or on the device, int32 or int64. Both lists have one
-unit: tokens (whole pages of them) or pages. Page ids are checked as Python lists: for the few hundred of a
-usual transfer every operation on a tensor costs more than a whole loop. Token ids, which are `page_size`
-times as many, are checked by torch.
+unit: tokens (whole pages of them) or pages. Whole pages are checked by one call of compiled code, where
+every operation of torch would cost more than the whole list; scattered tokens are checked by torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
+
+from poolwright.runtime import native
+from poolwright.runtime.native import BY_TOKEN, DEVICE_ONCE, DEVICE_WIDE, HOST_ONCE, HOST_WIDE, PageCheck
 
 LEVELS = ("off", "cheap", "full")
 UNITS = ("token", "page")
 CPU = torch.device("cpu")
-_INTEGERS = (torch.int32, torch.int64)
+_WIDE = {torch.int32: False, torch.int64: True}
+_NONE = array("I", (0,))
 
 
 @dataclass(frozen=True)
@@ -35,30 +37,47 @@ class Limits:
     tokens: bool = True
     device: torch.device = CPU
 
+    @cached_property
+    def pages(self) -> PageCheck:
+        """Checks lists of whole pages."""
+        return PageCheck(self.page_size, self.host_pages, self.device_pages, self.reserved)
+
 
 class Batch:
-    """Checked ids, as the 32-bit numbers that kernels read. `unit` ``pages`` or ``tokens``: what both lists
-    hold. With `on_device` the device ids lie there, in that unit, and `host` holds page ids.
+    """Checked ids: `count` of the host's, then those of the device, as the 32-bit numbers that kernels read.
 
-    `bad`: asked when all is done, which host pages were skipped. Sets of pages that are not given are made
-    when they are asked for: few are.
+    `unit` ``pages`` or ``tokens``: what both lists hold. With `on_device` the device ids lie there, in that
+    unit, and `ids` holds page ids of the host alone. `runs`: of neighbouring host pages, 0 where pages are
+    not whole. `bad`: asked when all is done, which host pages were skipped. Sets of pages are made when they
+    are asked for: few are.
     """
 
-    __slots__ = ("_device_pages", "_host_pages", "bad", "device", "host", "on_device", "unit")
+    __slots__ = ("_device_pages", "_host_pages", "bad", "count", "ids", "on_device", "runs", "unit")
 
     def __init__(
         self,
         unit: str,
-        host: array[int],
-        device: array[int],
+        ids: array[int],
+        count: int,
+        runs: int = 0,
         host_pages: set[int] | None = None,
         device_pages: set[int] | None = None,
         on_device: torch.Tensor | None = None,
         bad: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self.unit, self.host, self.device = unit, host, device
+        self.unit, self.ids, self.count, self.runs = unit, ids, count, runs
         self._host_pages, self._device_pages = host_pages, device_pages
         self.on_device, self.bad = on_device, bad
+
+    @property
+    def host(self) -> array[int]:
+        """The host's ids."""
+        return self.ids[: self.count]
+
+    @property
+    def device(self) -> array[int]:
+        """The device's ids; none when they lie there."""
+        return self.ids[self.count :]
 
     @property
     def host_pages(self) -> set[int]:
@@ -83,9 +102,7 @@ def batch(
         raise ValueError(f"{limits.pool}: validate: expected one of {', '.join(LEVELS)}, got {level!r}")
     if unit not in UNITS:
         raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
-    for name, ids in (("host ids", host), ("device ids", device)):
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or ids.dim() != 1:
-            raise _not_a_list(limits, name, ids)
+    host_wide, device_wide = _wide(limits, "host ids", host), _wide(limits, "device ids", device)
     if not host.is_cpu:
         raise ValueError(
             f"{limits.pool}: host ids: expected a CPU tensor, got {host.device}; keep them on the CPU"
@@ -93,32 +110,64 @@ def batch(
     count, others = host.numel(), device.numel()
     if count != others:
         raise ValueError(f"{limits.pool}: expected as many host ids as device ids, got {count} and {others}")
-    per_page = limits.page_size if unit == "token" else 1
-    if count % per_page:
-        raise ValueError(
-            f"{limits.pool}: expected whole pages of {per_page} ids, got {count} ids; "
-            f"pad the last page or leave it out"
-        )
+    asked = (host_wide and HOST_WIDE) + (device_wide and DEVICE_WIDE)
+    if level != "off":
+        asked += HOST_ONCE if writes_host else DEVICE_ONCE
+    if unit == "token":
+        count, left = divmod(count, limits.page_size)
+        if left:
+            raise ValueError(
+                f"{limits.pool}: expected whole pages of {limits.page_size} ids, got {others} ids; "
+                f"pad the last page or leave it out"
+            )
+        asked += BY_TOKEN
     if not device.is_cpu:
         if device.device.type != limits.device.type:
             raise ValueError(
                 f"{limits.pool}: device ids: expected a tensor on cpu or {limits.device}, got {device.device}"
             )
-        return _device_batch(limits, host, device, per_page, level, writes_host)
-    if per_page == 1:
-        return _page_batch(limits, "ids", host.tolist(), device.tolist(), level, writes_host)
-    here, there = _whole_pages(host, per_page), _whole_pages(device, per_page)
-    if here is None or there is None:
+        return _device_batch(limits, host, device, count, asked, level)
+    here = host if host.is_contiguous() else host.contiguous()
+    there = device if device.is_contiguous() else device.contiguous()
+    ids, check = _NONE * (2 * count), limits.pages
+    runs = check.call(check.at, here.data_ptr(), there.data_ptr(), count, asked, ids.buffer_info()[0])
+    if runs >= 0:
+        return Batch("pages", ids, count, runs)
+    if runs == native.NOT_WHOLE:
         return _token_batch(limits, host, device, level, writes_host)
-    return _page_batch(limits, "pages", here, there, level, writes_host)
+    raise _refused(limits, host, device, runs, unit)
+
+
+def _wide(limits: Limits, name: str, ids: torch.Tensor) -> bool:
+    """Whether a list has 64-bit ids. Raises ValueError for what is no list of ids."""
+    wide = _WIDE.get(ids.dtype) if isinstance(ids, torch.Tensor) else None
+    if wide is None or ids.dim() != 1:
+        raise _not_a_list(limits, name, ids)
+    return wide
 
 
 def _not_a_list(limits: Limits, name: str, ids: object) -> ValueError:
     if not isinstance(ids, torch.Tensor):
         return ValueError(f"{limits.pool}: {name}: expected a tensor, got {type(ids).__name__}")
-    if ids.dtype not in _INTEGERS:
+    if ids.dtype not in _WIDE:
         return ValueError(f"{limits.pool}: {name}: dtype: expected int32 or int64, got {ids.dtype}")
     return ValueError(f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}")
+
+
+def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, wrong: int, unit: str) -> ValueError:
+    """Why whole pages are refused, as the check tells it."""
+    per_page = limits.page_size if unit == "token" else 1
+    here, there = ([i // per_page for i in ids.tolist()[::per_page]] for ids in (host, device))
+    word = "ids" if per_page == 1 else "pages"
+    if wrong == native.HOST_OUTSIDE:
+        return _out_of_range(limits, f"host {word}", here, limits.host_pages)
+    if wrong == native.DEVICE_OUTSIDE:
+        return _out_of_range(limits, f"device {word}", there, limits.device_pages)
+    if wrong == native.RESERVED:
+        return _reserved(limits, there)
+    if wrong == native.HOST_TWICE:
+        return _twice(limits, "host ids", "page", here)
+    return _twice(limits, "device ids", "page", there)
 
 
 def _out_of_range(limits: Limits, name: str, ids: Sequence[int], end: int) -> ValueError:
@@ -134,71 +183,9 @@ def _twice(limits: Limits, name: str, unit: str, ids: Sequence[int]) -> ValueErr
     )
 
 
-def _check_reserved(limits: Limits, pages: Collection[int]) -> None:
-    for page in limits.reserved:
-        if page in pages:
-            raise ValueError(f"{limits.pool}: device ids: {page} is reserved and is never moved")
-
-
-def _page_batch(
-    limits: Limits, word: str, host: list[int], device: list[int], level: str, writes_host: bool
-) -> Batch:
-    """Whole pages on both sides; `word`: what the caller's lists hold, for messages."""
-    here = _numbers(limits, "host", word, host, limits.host_pages)
-    there = _numbers(limits, "device", word, device, limits.device_pages)
-    if limits.reserved:
-        _check_reserved(limits, device)
-    if level == "off":
-        return Batch("pages", here, there)
-    if writes_host:
-        pages = set(host)
-        if len(pages) != len(host):
-            raise _twice(limits, "host ids", "page", host)
-        return Batch("pages", here, there, pages)
-    pages = set(device)
-    if len(pages) != len(device):
-        raise _twice(limits, "device ids", "page", device)
-    return Batch("pages", here, there, None, pages)
-
-
-def _numbers(limits: Limits, side: str, word: str, ids: list[int], end: int) -> array[int]:
-    """The ids as 32-bit numbers. Raises ValueError for one that is not from 0 to `end` - 1."""
-    try:
-        numbers = array("I", ids)  # refuses negative ones: half the check of the range
-    except OverflowError:
-        raise _out_of_range(limits, f"{side} {word}", ids, end) from None
-    if ids and max(ids) >= end:
-        raise _out_of_range(limits, f"{side} {word}", ids, end)
-    return numbers
-
-
-def _whole_pages(ids: torch.Tensor, page_size: int) -> list[int] | None:
-    """Page ids when every page's tokens stand together and in order, else None."""
-    if page_size == 1:
-        found: list[int] = ids.tolist()
-        return found
-    ids = ids.contiguous()
-    first = ids.as_strided((ids.numel() // page_size,), (page_size,))
-    expected = first.unsqueeze(1) + _steps(page_size, ids.dtype)
-    size = ids.numel() * ids.element_size()
-    if _memcmp()(ids.data_ptr(), expected.data_ptr(), size):  # a third of what torch.equal takes
-        return None
-    starts: list[int] = first.tolist()
-    pages = [start // page_size for start in starts]
-    return pages if sum(starts) == sum(pages) * page_size else None  # no start has a remainder
-
-
-@functools.cache
-def _steps(page_size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(page_size, dtype=dtype)
-
-
-@functools.cache
-def _memcmp() -> Callable[[int, int, int], int]:
-    """Compares bytes at two addresses; 0: they are the same."""
-    function: Any = ctypes.CDLL(None).memcmp
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return function  # type: ignore[no-any-return]
+def _reserved(limits: Limits, pages: Collection[int]) -> ValueError:
+    page = next(page for page in limits.reserved if page in pages)
+    return ValueError(f"{limits.pool}: device ids: {page} is reserved and is never moved")
 
 
 def _token_batch(
@@ -209,16 +196,18 @@ def _token_batch(
     here = _token_numbers(limits, "host ids", host, limits.host_pages * limits.page_size)
     there = _token_numbers(limits, "device ids", device, limits.device_pages * limits.page_size)
     device_pages = _pages_of(device, limits.page_size)
-    _check_reserved(limits, device_pages)
+    if not device_pages.isdisjoint(limits.reserved):
+        raise _reserved(limits, device_pages)
     if level != "off":
         name, written = ("host ids", host) if writes_host else ("device ids", device)
         if torch.unique(written).numel() != written.numel():
             raise _twice(limits, name, "token", written.tolist())
-    return Batch("tokens", here, there, _pages_of(host, limits.page_size), device_pages)
+    pages = _pages_of(host, limits.page_size)
+    return Batch("tokens", here + there, len(here), 0, pages, device_pages)
 
 
 def _token_numbers(limits: Limits, name: str, ids: torch.Tensor, end: int) -> array[int]:
-    """As `_numbers`, of a list that is not empty."""
+    """The ids of a list that is not empty as 32-bit numbers. Raises ValueError for one out of range."""
     low, high = ids.aminmax()
     if int(low) < 0 or int(high) >= end:
         raise _out_of_range(limits, name, ids.tolist(), end)
@@ -244,11 +233,13 @@ def _need_tokens(limits: Limits, level: str) -> None:
 
 
 def _device_batch(
-    limits: Limits, host: torch.Tensor, device: torch.Tensor, per_page: int, level: str, writes_host: bool
+    limits: Limits, host: torch.Tensor, device: torch.Tensor, count: int, asked: int, level: str
 ) -> Batch:
     """Ids on the device are never copied back: the kernel reads them in place."""
-    rows = _whole_pages(host, per_page)
-    if rows is None:
+    per_page = limits.page_size if asked & BY_TOKEN else 1
+    ids, check, here = _NONE * count, limits.pages, host.contiguous()
+    runs = check.call(check.at, here.data_ptr(), None, count, asked & ~DEVICE_ONCE, ids.buffer_info()[0])
+    if runs == native.NOT_WHOLE:
         raise ValueError(
             f"{limits.pool}: host ids: with device ids on {device.device}, the tokens of each host page must "
             f"stand together and in order"
@@ -258,18 +249,20 @@ def _device_batch(
             f"{limits.pool}: device ids: a component of this pool has no token axis; hand over page ids "
             f"(unit='page') or keep them on the CPU"
         )
-    pages, numbers = set(rows), _numbers(limits, "host", "ids", rows, limits.host_pages)
-    if level != "off" and writes_host and len(pages) != len(rows):
-        raise _twice(limits, "host ids", "page", rows)
+    if runs < 0:
+        raise _refused(limits, host, host, runs, "token" if per_page > 1 else "page")
     named = "tokens" if per_page > 1 else "pages"
     if level != "full":
-        return Batch(named, numbers, array("I"), pages, None, device if per_page > 1 else _words(device))
+        there = device if per_page > 1 else _words(device)
+        return Batch(named, ids, count, runs, on_device=there)
     clean, skipped = _cleaned(limits, device, per_page)
+    pages = ids
 
     def bad() -> Sequence[int]:
-        return [row for row, skip in zip(rows, skipped.tolist(), strict=True) if skip]
+        return [page for page, skip in zip(pages, skipped.tolist(), strict=True) if skip]
 
-    return Batch(named, numbers, array("I"), pages, None, clean if per_page > 1 else _words(clean), bad)
+    there = clean if per_page > 1 else _words(clean)
+    return Batch(named, ids, count, runs, on_device=there, bad=bad)
 
 
 def _words(ids: torch.Tensor) -> torch.Tensor:

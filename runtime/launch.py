@@ -21,6 +21,8 @@ from poolwright.runtime.moves import Member, Place, Steps
 FEW = 256
 """Numbers of page ids that travel in the parameters of a launch, all pools together (`Few` in prim.h)."""
 
+CUTS_KEPT = 512
+
 _IDS = struct.Struct("IIIIQQQqQ")
 """`Ids` in prim.h."""
 
@@ -32,13 +34,19 @@ Part = tuple[int, Place, Batch, Steps | None]
 """What a launch moves of one pool: its number, where its host pages lie, ids, in layer order as steps say."""
 
 
-class Told(NamedTuple):
-    """When the steps of a load in layer order are there: the first `first` at `event`, the next `counted`
-    when their counters have gone `arrivals` further, the others with all of it. `counting`: how many counters
-    go on, from number `first`."""
+class Cut(NamedTuple):
+    """A load in layer order as its launches cut it: `first` steps (0: none) by `grid_first` blocks, then
+    `left` steps by `grid`, `each` of them at a time.
 
-    event: Event
+    The first steps are told by an event, the next `counted` when their counters have gone `arrivals` further,
+    the others with all of it. `counting`: how many counters go on, from number `first`.
+    """
+
     first: int
+    grid_first: int
+    left: int
+    each: int
+    grid: int
     counted: int
     counting: int
     arrivals: int
@@ -91,6 +99,7 @@ class Launcher:
         self._bulk = Parameters(*blocks, self._few)
         self._layered = Parameters(*blocks, self._few, self._steps, self._window, self._done)
         self._ready: dict[tuple[str, bool, str], Launch] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
         self._used: list[int] = []
 
     def launch(
@@ -101,7 +110,8 @@ class Launcher:
         `keep` takes what must stay alive until the launch has run, also when it fails.
         """
         unit, nbytes = self._fill(parts, stream, keep)
-        self._launch_of(direction, False, unit)(stream, self._kernels.grid(purpose, nbytes))
+        ready = self._ready.get((direction, False, unit)) or self._prepare(direction, False, unit)
+        ready(stream, self._kernels.grid(purpose, nbytes))
 
     def launch_steps(
         self, direction: str, purpose: str, part: Part, stream: Stream, keep: list[object]
@@ -111,33 +121,44 @@ class Launcher:
         steps = len(part[3].numbers) // self._blocks[part[0]].columns
         unit, step_bytes = self._fill([part], stream, keep, steps)
         self._steps.value, self._window.value, self._done.value = steps, steps, 0
-        launch = self._launch_of(direction, True, unit)
+        launch = self._ready.get((direction, True, unit)) or self._prepare(direction, True, unit)
         launch(stream, self._kernels.grid(purpose, steps * step_bytes))
 
     def load_layers(
         self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int, counters: int
-    ) -> Told:
+    ) -> tuple[Cut, Event]:
         """Load all ids of all parts in so many steps in layer order, counted from address `counters` on.
 
         Counters are as good as events, but a stream sees them later: the first steps are a launch of their
         own with an event, and the last ones are told by whatever event follows all of it. `keep` as above.
+        Returns the cut, and the event after its first steps.
         """
         unit, step_bytes = self._fill(parts, stream, keep)
-        launch = self._launch_of("load", True, unit)
-        first, each = self._kernels.windows(step_bytes, steps)
+        launch = self._ready.get(("load", True, unit)) or self._prepare("load", True, unit)
+        cut = self._cuts.get((step_bytes, steps)) or self._cut(step_bytes, steps)
         event: Event = None
-        if first:
-            self._steps.value, self._window.value, self._done.value = first, first, 0
-            launch(stream, self._kernels.grid("load_layers", first * step_bytes))
+        if cut.first:
+            self._steps.value, self._window.value, self._done.value = cut.first, cut.first, 0
+            launch(stream, cut.grid_first)
             event = self._driver.record(stream)
-            self._go_on(parts, first)
+            self._go_on(parts, cut.first)
+        self._steps.value, self._window.value = cut.left, cut.each
+        self._done.value = counters + 4 * cut.first if cut.counted else 0
+        launch(stream, cut.grid)
+        return cut, event
+
+    def _cut(self, step_bytes: int, steps: int) -> Cut:
+        """How a load of so many steps, of so many bytes each, is cut."""
+        first, each = self._kernels.windows(step_bytes, steps)
         left = steps - first
+        grids = [self._kernels.grid("load_layers", some * step_bytes) for some in (first, left)]
         counted = (left - 1) // each * each  # all but the last window
-        self._steps.value, self._window.value = left, each
-        self._done.value = counters + 4 * first if counted else 0
-        grid = self._kernels.grid("load_layers", left * step_bytes)
-        launch(stream, grid)
-        return Told(event, first, counted, left if counted else 0, grid * self._kernels.arrivals)
+        counting, arrivals = left if counted else 0, grids[1] * self._kernels.arrivals
+        if len(self._cuts) >= CUTS_KEPT:
+            self._cuts.clear()
+        cut = Cut(first, grids[0], left, each, grids[1], counted, counting, arrivals)
+        self._cuts[step_bytes, steps] = cut
+        return cut
 
     def _fill(
         self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int = 1
@@ -151,12 +172,11 @@ class Launcher:
             self._clear_others(parts)
         few, unit, nbytes = 0, "pages", 0
         for number, place, batch, order in parts:
-            block, count = self._blocks[number], len(batch.host)
+            block, count = self._blocks[number], batch.count
             here = 0 if order is None else self._steps_of(order, stream, keep)
             end = few + 2 * count
             if end <= FEW and batch.unit == "pages" and batch.on_device is None:
-                self._numbers[few : few + count] = batch.host
-                self._numbers[few + count : end] = batch.device
+                self._numbers[few:end] = batch.ids
                 inside = (count, few, here)
                 if block.inside != inside:
                     _IDS.pack_into(block.ids, 0, count, few + 1, 0, 0, 0, 0, 0, 0, here)
@@ -183,10 +203,6 @@ class Launcher:
             block.inside = None
             _STEPS.pack_into(block.ids, _STEPS_AT, order.memory.address + 4 * first * block.columns)
 
-    def _launch_of(self, direction: str, layered: bool, unit: str) -> Launch:
-        found = self._ready.get((direction, layered, unit))
-        return self._prepare(direction, layered, unit) if found is None else found
-
     def _clear_others(self, parts: Sequence[Part]) -> None:
         """What the last launch moved and this one does not."""
         used = [part[0] for part in parts]
@@ -203,11 +219,10 @@ class Launcher:
 
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
-        count, on_device, block.inside = len(batch.host), batch.on_device, None
-        lists = batch.host + batch.device
-        memory = self._driver.allocate(4 * max(len(lists), 1))
+        count, on_device, block.inside = batch.count, batch.on_device, None
+        memory = self._driver.allocate(4 * max(len(batch.ids), 1))
         keep.append(memory)
-        self._driver.upload(memory.address, lists, stream)
+        self._driver.upload(memory.address, batch.ids, stream)
         second = memory.address + 4 * count
         if batch.unit == "pages":
             second = second if on_device is None else on_device.data_ptr()

@@ -20,19 +20,26 @@ ABSENT = 0xFFFFFFFF
 """Stands in a step of a load in layer order for a list that does not have the layer."""
 
 
-class Move(NamedTuple):
+class Move:
     """One pool's part of a submission: its number among the members, its name, checked ids, their path.
 
     `predicted`: seconds that the cost model expects; None where it knows nothing. `checks`: compare its pages
     when they have arrived.
     """
 
-    member: int
-    name: str
-    batch: Batch
-    path: str
-    predicted: float | None = None
-    checks: Checks | None = None
+    __slots__ = ("batch", "checks", "member", "name", "path", "predicted")
+
+    def __init__(
+        self,
+        member: int,
+        name: str,
+        batch: Batch,
+        path: str,
+        predicted: float | None = None,
+        checks: Checks | None = None,
+    ) -> None:
+        self.member, self.name, self.batch, self.path = member, name, batch, path
+        self.predicted, self.checks = predicted, checks
 
 
 class Steps:

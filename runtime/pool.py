@@ -5,6 +5,7 @@ A generated class adds what its spec decides: the constructor, the formulas, the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -66,6 +67,8 @@ class Shared:
         self.code, self.group, self.owner = code, group, os.getpid()
         self.transfers = Transfers(code, code.name)
         self.member: str | None = None
+        self._forks = _forks_counted()
+        self._born = self._forks[0]
         self.ended = False
         # Held by the finalizer, the transfers outlive pools that are dropped with work in flight.
         self._end = weakref.finalize(self, _close, self.transfers, self.owner)
@@ -74,13 +77,26 @@ class Shared:
         """Raises PoolError when the pool of this name can no longer be used, or not in this process."""
         if self.ended:
             raise PoolError(f"{name}: the pool is destroyed; build a new one")
-        if os.getpid() != self.owner:
+        if self._forks[0] != self._born:
             raise WrongProcess(f"pool {name}", self.owner, os.getpid())
 
     def end(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens."""
         self.ended = True
         self._end()
+
+
+@functools.cache
+def _forks_counted() -> list[int]:
+    """One number: how often this process has come out of a fork since its first pool. Every call asks for it,
+    and the system takes longer to say which process this is."""
+    count = [0]
+
+    def one_more() -> None:
+        count[0] += 1
+
+    os.register_at_fork(after_in_child=one_more)
+    return count
 
 
 def _close(transfers: Transfers, owner: int) -> None:
@@ -99,7 +115,7 @@ class HostPool(Pages):
     Every method may be called from any thread. Raises ValueError for wrong arguments with nothing done.
     """
 
-    STAGING_BYTES: ClassVar[int] = 128 << 20
+    STAGING_BYTES: ClassVar[int] = 256 << 20
 
     can_use_write_back_jit: bool
     staging: Memory | None
@@ -447,8 +463,9 @@ class HostPool(Pages):
         full: bool,
     ) -> Move:
         wanted = path if path is None or isinstance(path, str) else path.get(self.name)
-        taken = self._choose(direction, batch, wanted, layered, qos)
-        return Move(self._number, self.name, batch, *taken, self._checks if full and batch.host else None)
+        taken, predicted = self._choose(direction, batch, wanted, layered, qos)
+        checks = self._checks if full and batch.count else None
+        return Move(self._number, self.name, batch, taken, predicted, checks)
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
@@ -573,7 +590,7 @@ class HostPool(Pages):
         self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None
     ) -> tuple[str, float | None]:
         """The path, and the seconds that the cost model expects of it."""
-        pages, whole = len(batch.host), not layered or self.program.cuts("load")
+        pages, whole = batch.count, not layered or self.program.cuts("load")
         if batch.on_device is not None:
             whole = whole and batch.bad is None  # else the device skips wrong ones
         elif batch.unit == "tokens":
@@ -623,9 +640,7 @@ class HostPool(Pages):
 
 def _merged(batch: indices.Batch) -> int:
     """How many host pages follow each other on average, as a power of two."""
-    pages = batch.host_pages
-    runs = len(pages) - len(pages.intersection(map((1).__add__, pages)))
-    return 1 << (len(pages) // max(runs, 1)).bit_length() - 1 if pages else 1
+    return 1 << (batch.count // batch.runs).bit_length() - 1 if batch.runs else 1
 
 
 def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None) -> tuple[int, str]:

@@ -14,18 +14,19 @@ Chunks of one fill lie side by side and wait for nothing of each other.
 
 from __future__ import annotations
 
+import math
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
-from poolwright.runtime.costs import Costs
+from poolwright.runtime.costs import LEAD, Costs, Rates
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.moves import Member, Move, Order, Place, Ring
+from poolwright.runtime.native import CopyLists, Runs, in_host_order
 from poolwright.runtime.parts import SLOTS, Cut, Cutter, Run, Slot
 from poolwright.runtime.ticket import LayerEvents
 
@@ -34,54 +35,52 @@ class _Piece(NamedTuple):
     """What a chunk moves of one pool: host pages, the ids with positions in the slot for them; the position
     of the first, and which part of each page (None: all of it)."""
 
-    pages: Sequence[int]
+    pages: array[int]
     batch: Batch
     first: int
     cut: Cut | None
 
 
 class _Stage:
-    """A member's slots, and where its pages lie on both sides.
-
-    `borders`: host addresses that no copy crosses, where one registration ends and the next begins.
-    """
+    """A member's slots, and where its pages lie on both sides."""
 
     def __init__(self, member: Member, ring: Ring) -> None:
-        self.member, self.ring, self.borders = member, ring, member.buffer.borders
+        self.member, self.ring = member, ring
         self.page_bytes = max(member.layout.page_bytes, 1)
         self.slots = [ring.slot(number) for number in range(SLOTS if ring.shared else 2 * SLOTS)]
         self.cutter = Cutter(member.program, member.place.pages, Slot(ring.slot_pages, ring.slot_bytes))
         self.fills_a_page = max(1, len(self.cutter.parts))
+        self.lists = CopyLists(member.place.address, member.buffer.borders)
+        self._whole = _listed(self.cutter.whole)
+        self._parts: dict[int, tuple[Cut, Runs]] = {}
 
     def fills(
-        self, batch: Batch, direction: str, wanted: int, cuts: Sequence[Cut] | None = None
+        self, batch: Batch, direction: str, rates: Rates, nbytes: int, cuts: Sequence[Cut] | None = None
     ) -> Iterator[list[_Piece]]:
-        """What goes through each slot in turn, in about `wanted` pieces in all; or `cuts` of every page.
-        Pages come in the order in which they lie on the host, so that runs merge."""
-        host, device, on_device = batch.host.tolist(), batch.device, batch.on_device
-        count, most = len(host), max(self.ring.slot_pages, 1)
-        if on_device is None:
-            places = sorted(range(count), key=host.__getitem__)
-            host, device = [host[at] for at in places], array("I", [device[at] for at in places])
+        """What goes through each slot in turn, in pieces that are best for a transfer of `nbytes`; or `cuts`
+        of every page. Pages come in the order in which they lie on the host, so that runs merge."""
+        count, most, on_device = batch.count, max(self.ring.slot_pages, 1), batch.on_device
+        ids = batch.ids if on_device is not None else in_host_order(batch.ids, count)
         span = 0 if on_device is None else len(on_device) // count
         inside = array("I", range(min(most, count)))
 
         def piece(start: int, end: int, fill: int, cut: Cut | None) -> _Piece:
             part = on_device if on_device is None else on_device[start * span : end * span]
-            at = inside[start - fill : end - fill]
-            ids = Batch(batch.unit, at, device[start:end], on_device=part)
-            return _Piece(host[start:end], ids, start - fill, cut)
+            both = inside[start - fill : end - fill] + ids[count + start : count + end]
+            return _Piece(
+                ids[start:end], Batch(batch.unit, both, end - start, on_device=part), start - fill, cut
+            )
 
-        size = chunk_pages(count, wanted, most)
-        for fill in range(0, count, most):
-            end = min(fill + most, count)
-            parts = self._cuts(direction, end - fill, -(-wanted * (end - fill) // count))
+        equal, end = rates.equal_chunks(nbytes), 0
+        for sizes in fill_sizes(count, rates.chunks(nbytes), most, direction):
+            fill, end = end, end + sum(sizes)
+            parts = self._cuts(direction, end - fill, -(-equal * (end - fill) // count))
             if cuts is not None:
                 yield from ([piece(fill, end, fill, cut)] for cut in cuts)
             elif parts:
                 yield from ([piece(fill, end, fill, cut) for cut in part] for part in parts)
             else:
-                yield [piece(at, min(at + size, end), fill, None) for at in range(fill, end, size)]
+                yield [piece(at, to, fill, None) for at, to in pairwise(accumulate(sizes, initial=fill))]
 
     def _cuts(self, direction: str, pages: int, wanted: int) -> list[list[Cut]]:
         """How so many pages are cut for about `wanted` pieces, those of each fill; none: between pages."""
@@ -96,37 +95,30 @@ class _Stage:
             for part in parts
         ]
 
-    def add(self, chunk: _Chunk, number: int, piece: _Piece) -> None:
-        """Add a piece of this member, which has that number, to what a chunk launches and copies."""
-        place, cut = self.slots[chunk.slot_number], piece.cut
+    def runs(self, cut: Cut | None) -> Runs:
+        """What copies move of every page."""
         if cut is None:
-            chunk.parts.append((number, place, piece.batch, None))
-        else:
-            shifted = Place(place.address - cut.shift, place.pages)
-            chunk.cut.append((number, shifted, piece.batch, cut.steps))
-        self._copies(chunk, piece, self.cutter.whole if cut is None else cut.runs, place.address)
+            return self._whole
+        found = self._parts.get(id(cut))
+        if found is None:
+            if len(self._parts) >= PARTS_KEPT:
+                self._parts.clear()
+            found = self._parts[id(cut)] = cut, _listed(cut.runs)  # held with its list: no other has its id
+        return found[1]
 
-    def _copies(self, chunk: _Chunk, piece: _Piece, of_a_page: Sequence[Run], base: int) -> None:
-        neighbours = _runs(piece.pages)
-        single = [(page, at, 1) for at, page in enumerate(piece.pages)]
-        origin, first = self.member.place.address, piece.first
-        for start, step, inside, inside_step, nbytes in of_a_page:
-            runs = neighbours if nbytes == step == inside_step else single
-            host = [origin + start + page * step for page, _, _ in runs]
-            slot = [base + inside + (first + at) * inside_step for _, at, _ in runs]
-            sizes = [count * nbytes for _, _, count in runs]
-            if self.borders:
-                host, slot, sizes = _cut(host, slot, sizes, self.borders)
-            chunk.host.extend(host)
-            chunk.slot.extend(slot)
-            chunk.sizes.extend(sizes)
+
+PARTS_KEPT = 512
+
+
+def _listed(runs: Sequence[Run]) -> Runs:
+    return Runs(array("Q", [number for run in runs for number in run]))
 
 
 class _Chunk(NamedTuple):
     """Launches and one batch of copies: what goes through one slot of every pool at once.
 
     `first`, `last`: of its fill. `again`: the slot is used once more in this transfer. `cut`: parts of pages,
-    each of which takes a launch of its own.
+    each of which takes a launch of its own. `host`, `slot`, `sizes`: the copies.
     """
 
     slot_number: int
@@ -135,9 +127,9 @@ class _Chunk(NamedTuple):
     again: bool
     parts: list[Part]
     cut: list[Part]
-    host: list[int]
-    slot: list[int]
-    sizes: list[int]
+    host: array[int]
+    slot: array[int]
+    sizes: array[int]
 
 
 _Turn = Sequence[Sequence[_Piece]]
@@ -157,6 +149,7 @@ class Staging:
         self._free: list[Event | None] = [None] * 2 * SLOTS  # see Note [Slots]
         self._turns = {"write_back": 0, "load": SLOTS}
         self._shared = False
+        self._rows = array("Q")  # three lists of copies of a chunk
         self.delayed = 0
 
     def add(self, number: int, member: Member) -> None:
@@ -258,7 +251,7 @@ class Staging:
         """Pages that are not in staging memory as a whole before others leave it."""
         stage = self._stages[move.member]
         held = max(stage.ring.slot_pages, 1) * SLOTS // stage.fills_a_page
-        return max(0, len(move.batch.host) - held)
+        return max(0, move.batch.count - held)
 
     def _next_slot(self, direction: str) -> int:
         way = "write_back" if self._shared else direction
@@ -273,17 +266,17 @@ class Staging:
     def _fills(self, moves: Sequence[Move], direction: str) -> list[_Turn]:
         """What goes through the slots in turn: the next fill of every move that has one left."""
         stages = [self._stages[move.member] for move in moves]
-        nbytes = sum(s.page_bytes * len(move.batch.host) for s, move in zip(stages, moves, strict=True))
-        wanted = self._costs.of(direction).chunks(nbytes)
-        fills = [s.fills(move.batch, direction, wanted) for s, move in zip(stages, moves, strict=True)]
+        nbytes = sum(s.page_bytes * move.batch.count for s, move in zip(stages, moves, strict=True))
+        rates = self._costs.of(direction)
+        fills = [s.fills(move.batch, direction, rates, nbytes) for s, move in zip(stages, moves, strict=True)]
         return list(zip_longest(*fills, fillvalue=()))
 
     def _windows(self, moves: Sequence[Move], order: Order) -> list[int]:
         """Where windows of an order end. The first layer, which everybody waits for, is one of its own; those
         behind it grow to what a load of all at once would be cut into."""
-        nbytes = sum(self._stages[move.member].page_bytes * len(move.batch.host) for move in moves)
+        nbytes = sum(self._stages[move.member].page_bytes * move.batch.count for move in moves)
         steps, ends, size = len(order.layers), [1], 1
-        most = -(-steps // self._costs.of("load").chunks(nbytes))
+        most = -(-steps // self._costs.of("load").equal_chunks(nbytes))
         while ends[-1] < steps:
             size = max(1, min(2 * size, most))
             ends.append(min(ends[-1] + size, steps))
@@ -295,7 +288,7 @@ class Staging:
         for move in moves:
             stage = self._stages[move.member]
             cuts = stage.cutter.window(order.steps[move.member], first, end)
-            fills.append(stage.fills(move.batch, "load", 1, cuts))
+            fills.append(stage.fills(move.batch, "load", self._costs.of("load"), 0, cuts))
         return list(zip_longest(*fills, fillvalue=()))
 
     def _chunks(
@@ -305,47 +298,55 @@ class Staging:
         for number, turn in enumerate(turns, 1):
             slot, rows = self._next_slot(direction), list(zip_longest(*turn))
             for at, row in enumerate(rows, 1):
-                chunk = _Chunk(slot, at == 1, at == len(rows), left - number >= SLOTS, [], [], [], [], [])
-                for move, piece in zip(moves, row, strict=True):
-                    if piece is not None:
-                        self._stages[move.member].add(chunk, move.member, piece)
-                yield chunk
+                pairs = zip(moves, row, strict=True)
+                found = [(m.member, self._stages[m.member], piece) for m, piece in pairs if piece is not None]
+                yield _Chunk(slot, at == 1, at == len(rows), left - number >= SLOTS, *self._made(slot, found))
+
+    def _made(
+        self, slot: int, pieces: Sequence[tuple[int, _Stage, _Piece]]
+    ) -> tuple[list[Part], list[Part], array[int], array[int], array[int]]:
+        """Launches of whole pages, launches of parts, copies: host addresses, slot addresses, bytes."""
+        parts: list[Part] = []
+        cut: list[Part] = []
+        rows, count = self._rows_for(pieces), 0
+        room = len(rows) // 3
+        for number, stage, piece in pieces:
+            place, runs = stage.slots[slot], stage.runs(piece.cut)
+            if piece.cut is None:
+                parts.append((number, place, piece.batch, None))
+            else:
+                shifted = Place(place.address - piece.cut.shift, place.pages)
+                cut.append((number, shifted, piece.batch, piece.cut.steps))
+            count = stage.lists.add(rows, count, runs, piece.pages, piece.first, place.address)
+        return parts, cut, rows[:count], rows[room : room + count], rows[2 * room : 2 * room + count]
+
+    def _rows_for(self, pieces: Sequence[tuple[int, _Stage, _Piece]]) -> array[int]:
+        """Three lists in one with room for the copies of these pieces."""
+        room = 3 * sum(s.lists.room(len(piece.pages), s.runs(piece.cut)) for _, s, piece in pieces)
+        if room > len(self._rows):
+            self._rows = array("Q", (0,)) * room
+        return self._rows
 
 
-def chunk_pages(pages: int, chunks: int, slot_pages: int) -> int:
-    """Pages of each chunk when so many are cut into about so many chunks that fit a slot."""
-    return max(1, min(slot_pages, -(-pages // chunks)))
+def fill_sizes(pages: int, chunks: int, slot_pages: int, direction: str) -> list[list[int]]:
+    """Pages of each chunk of each fill when so many are cut into about so many chunks.
+
+    The chunk that nothing overlaps, the first of a write-back and the last of a load, is about `LEAD` times
+    smaller than the others.
+    """
+    found = []
+    for first in range(0, pages, slot_pages):
+        here = min(slot_pages, pages - first)
+        share = chunks * here / pages
+        if first == 0 and chunks > 1 and here > 1:
+            small = max(1, math.floor(here / (LEAD * max(share - 1, 1) + 1)))
+            found.append([small, *_even(here - small, share - 1)])
+        else:
+            found.append(_even(here, share))
+    return found if direction == "write_back" else [fill[::-1] for fill in found[::-1]]
 
 
-def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first page, position in the list, count) of neighbouring pages."""
-    runs = []
-    first = at = 0
-    expected = -1
-    for position, page in enumerate(pages):
-        if page != expected:
-            if position:
-                runs.append((first, at, position - at))
-            first, at = page, position
-        expected = page + 1
-    if pages:
-        runs.append((first, at, len(pages) - at))
-    return runs
-
-
-def _cut(
-    host: Sequence[int], slot: Sequence[int], sizes: Sequence[int], borders: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """The same copies in pieces that end at borders: the driver refuses a range of two registrations."""
-    pieces = [piece for copy in zip(host, slot, sizes, strict=True) for piece in _pieces(*copy, borders)]
-    return [piece[0] for piece in pieces], [piece[1] for piece in pieces], [piece[2] for piece in pieces]
-
-
-def _pieces(host: int, slot: int, size: int, borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    end = host + size
-    for border in borders[bisect_right(borders, host) :]:
-        if border >= end:
-            break
-        yield host, slot, border - host
-        slot, host = slot + border - host, border
-    yield host, slot, end - host
+def _even(pages: int, chunks: float) -> list[int]:
+    count = min(pages, max(1, round(chunks)))
+    each, more = divmod(pages, count)
+    return [each + 1] * more + [each] * (count - more)

@@ -26,21 +26,25 @@ class Counter(NamedTuple):
 
 
 class LayerMarks(NamedTuple):
-    """When each step of a load is there: the first `begin` at `event`, the next when counters from `address`
-    on reach `values`, the others with the whole load."""
+    """When each step of a load is there: the first `begin` at `event`, the next `counted` when their counters
+    are `ahead` of what `values` say, the others with the whole load. From `address` on there is a counter for
+    each step."""
 
     event: Event
     begin: int
+    counted: int
     side: Stream
     address: int
     values: Sequence[int]
+    ahead: int
 
     def moment(self, step: int, end: Event) -> Event | Counter:
         """When `step` is there; `end`: the event of the whole load."""
         if step < self.begin:
             return self.event
-        at = step - self.begin
-        return Counter(self.side, self.address + 4 * at, self.values[at]) if at < len(self.values) else end
+        if step >= self.begin + self.counted:
+            return end
+        return Counter(self.side, self.address + 4 * step, self.values[step] + self.ahead & 0xFFFFFFFF)
 
 
 class LayerEvents(NamedTuple):
@@ -71,6 +75,10 @@ class Mark:
         self._ticket.reach(self._event, stream)
 
 
+_asking = threading.Lock()
+"""Held while a verdict is asked for, of whatever ticket."""
+
+
 class Ticket:
     """A submitted transfer: which way it goes, by which path, when it is done.
 
@@ -83,7 +91,7 @@ class Ticket:
     """
 
     __slots__ = (
-        *("_acknowledged", "_began", "_captured", "_driver", "_event", "_lock", "_marks", "_moves", "_order"),
+        *("_acknowledged", "_began", "_captured", "_driver", "_event", "_marks", "_moves", "_order"),
         *("_verdict", "delayed", "direction", "error", "pool"),
     )
 
@@ -106,7 +114,6 @@ class Ticket:
         self._driver, self._event, self._captured, self._began = driver, event, captured, began
         self._moves, self._marks, self._order = moves, marks, order
         self._verdict = verdict
-        self._lock = threading.Lock()
         self._acknowledged = False
 
     @property
@@ -246,10 +253,12 @@ class Ticket:
         self._acknowledge()
 
     def _acknowledge(self) -> None:
-        with self._lock:
-            if self.error is None and self._verdict is not None:  # also of a ticket that was given up
-                self.error = self._verdict()
-            self._acknowledged, self._verdict = True, None
+        if self._verdict is not None:
+            with _asking:  # once, whoever comes first
+                if self.error is None and self._verdict is not None:  # also of a ticket that was given up
+                    self.error = self._verdict()
+                self._verdict = None
+        self._acknowledged = True
 
     def _check(self) -> None:
         if self.error is not None:

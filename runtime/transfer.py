@@ -21,7 +21,7 @@ from poolwright.runtime import indexing
 from poolwright.runtime.binding import Binding
 from poolwright.runtime.checks import Verdict
 from poolwright.runtime.driver import Event, Memory, Stream
-from poolwright.runtime.errors import PoolError, TransferError
+from poolwright.runtime.errors import NotAdmitted, PoolError, TransferError
 from poolwright.runtime.hazards import Hazards, Submission
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.moves import Member, Move, Order, Steps
@@ -54,7 +54,8 @@ class Transfers:
         self._hazards = Hazards(driver)
         self._lost: list[object] = []
         self._counters: Memory | None = None
-        self._reached: list[int] = []
+        self._reached: list[int] = []  # what counters will say, but for those of `_counting`
+        self._counting, self._ahead = (0, 0), 0  # first of them and how many; they will say so much more
         self._orders: dict[tuple[object, ...], Order] = {}
 
     # ---- state
@@ -151,6 +152,9 @@ class Transfers:
         if not numbers:  # nothing to move: no layer is waited for
             return None if layers is None and order == "bulk" else self._order((), None)
         if layers is None:
+            found = self._orders.get((*numbers, None)) if order == "layer" else None
+            if found is not None:
+                return found
             known = order == "layer" and any(self.members[n].layers for n in numbers)
             return self._order(numbers, None) if known else None
         wanted = tuple(layers)
@@ -208,27 +212,26 @@ class Transfers:
         """Submit a ``write_back`` or ``load``. `other`: the stream that filled, or still reads, the rows;
         None: the caller's current one.
 
-        Raises TransferError; none of the pages may be used then.
+        Raises TransferError; none of the pages may be used then. Raises NotAdmitted with nothing done.
         """
         driver = self._driver
         stream = self._writes if direction == "write_back" else self._loads
         with self._lock, driver.guard():
             if other is None:
                 other = driver.current_stream()
-            driver.admit(other, self.name)
             keep: list[object] = [moves, self._bound]
             on_device = checked = False
             for move in moves:
-                on_device = on_device or move.batch.on_device is not None
-                checked = checked or move.checks is not None
+                if move.batch.on_device is not None:
+                    on_device = True
+                if move.checks is not None:
+                    checked = True
             try:
                 self._hazards.forget(direction)
-                driver.follow(stream, other)
+                before = self._hazards.before(direction, moves)
+                driver.enter(stream, other, before, self.name)
                 if on_device:  # ids may come from another stream than the rows
                     driver.follow(stream, driver.current_stream())
-                before = self._hazards.before(direction, moves)
-                if before is not None:
-                    driver.wait(stream, before)
                 began = driver.record(stream, timed=True) if timed else None
                 captured, marks = self._run(direction, moves, stream, order, keep)
                 verdict = None
@@ -236,12 +239,14 @@ class Transfers:
                     captured = marks = None  # see Note [Comparing in order]
                     verdict = self._compare(direction, moves, stream, order, keep)
                 event = driver.record(stream, timed=timed)
+            except NotAdmitted:
+                raise
             except PoolError as error:
                 self._abandon(direction, moves, stream, other, keep)
                 raise failure(self.name, direction, moves, str(error)) from error
+            read, late = event if captured is None else captured, self._staging.delayed
             ticket = Ticket(
-                *(driver, self.name, direction, moves, event, event if captured is None else captured),
-                *(marks, order, self._staging.delayed, verdict, began),
+                driver, self.name, direction, moves, event, read, marks, order, late, verdict, began
             )
             self._hazards.add(Submission(direction, event, moves, keep), ticket)
             return ticket
@@ -297,16 +302,20 @@ class Transfers:
         for move in moves if order is None or order.layers else ():
             number, batch, path = move.member, move.batch, move.path
             member = self.members[number]
-            if member.empty or not batch.host:
+            if member.empty or not batch.count:
                 continue
             if path == "zero_copy":
-                direct.append((number, member.place, batch, None if order is None else order.steps[number]))
+                steps = None if order is None else order.steps[number]
+                direct.append((number, member.place, batch, steps))
             elif path == "staged":
                 staged.append(move)
             elif path == "host":
                 self._atoms(direction, move, order)
             else:
                 self._indexing(direction, move, stream, order)
+        if direct and not staged and order is None:
+            self._launcher_in_use().launch(direction, direction, direct, stream, keep)
+            return None, None
         captured: Event = None
         marks: LayerMarks | LayerEvents | None = None
         gathers = bool(staged) and direction == "write_back"
@@ -337,13 +346,20 @@ class Transfers:
         if counters is None:
             counters = self._new_counters(stream)
             self._driver.synchronize(self._driver.record(stream))
-        told = self._launcher_in_use().load_layers(parts, stream, keep, steps, counters.address)
+        cut, event = self._launcher_in_use().load_layers(parts, stream, keep, steps, counters.address)
         self._counters = counters
-        counting = slice(told.first, told.first + told.counting)
-        values = [value + told.arrivals & 0xFFFFFFFF for value in self._reached[counting]]
-        self._reached[counting] = values
-        address = counters.address + 4 * told.first
-        return LayerMarks(told.event, told.first, self._side, address, values[: told.counted])
+        if self._counting != (cut.first, cut.counting):
+            self._count_others(cut.first, cut.counting)
+        ahead = self._ahead = self._ahead + cut.arrivals
+        return LayerMarks(event, cut.first, cut.counted, self._side, counters.address, self._reached, ahead)
+
+    def _count_others(self, first: int, counting: int) -> None:
+        """Other counters go on from now on, which is seldom: most loads are cut as the one before. Tickets
+        hold the old list."""
+        begin, count = self._counting
+        ahead = [0] * begin + [self._ahead] * count + [0] * (len(self._reached) - begin - count)
+        self._reached = [value + more & 0xFFFFFFFF for value, more in zip(self._reached, ahead, strict=True)]
+        self._counting, self._ahead = (first, counting), 0
 
     def _new_counters(self, stream: Stream) -> Memory:
         """A counter for each place in the order of layers. They only ever grow, so that nobody who waits
@@ -352,7 +368,7 @@ class Transfers:
         counters = self._driver.allocate(4 * count)
         _counters_of_all_pools.append(counters)
         self._driver.fill(counters.address, 0, count, stream)
-        self._reached = [0] * count
+        self._reached, self._counting, self._ahead = [0] * count, (0, 0), 0
         return counters
 
     def _atoms(self, direction: str, move: Move, order: Order | None) -> None:

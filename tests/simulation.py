@@ -391,6 +391,8 @@ class Cutting:
     def chunks(self, nbytes: int) -> int:
         return self.count
 
+    equal_chunks = chunks
+
 
 def world(config: Config, choose: Callable[[int], int], slot_pages: int = 1, chunks: int = 1) -> World:
     """A new pool of `config` on a new driver, bound. `slot_pages`: pages of a staging slot, or 0; `chunks`:

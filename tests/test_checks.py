@@ -155,8 +155,8 @@ def test_ids_that_only_the_device_knows(
     parts = in_parts(pool, most, monkeypatch)
 
     def submit(host: list[int], bad: list[int]) -> Any:
-        rows, none = array("I", host), array("I")
-        given = Batch(unit, rows, none, set(host), None, torch.tensor(device), lambda: bad)
+        rows, there = array("I", host), torch.tensor(device)
+        given = Batch(unit, rows, len(host), on_device=there, bad=lambda: bad)
         return pool._transfers.submit("write_back", [Move(0, "mla", given, "torch", checks=parts)], None)
 
     cause = "their device ids are out of range or not whole pages"

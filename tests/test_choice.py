@@ -36,7 +36,7 @@ def work(range_bytes: int, total: int, direction: str = "write_back", **more: An
         (work(20 << 10, 40 * MIB), CUDA, "staged"),
         (work(20 << 10, 40 * MIB, "load"), CUDA, "staged"),
         (work(64 << 10, 8 * MIB), CUDA, "zero_copy"),
-        (work(64 << 10, 8 * MIB, "load"), CUDA, "zero_copy"),
+        (work(64 << 10, 6 * MIB, "load"), CUDA, "zero_copy"),
         (work(4 * MIB, 4 * MIB), CUDA, "zero_copy"),
         (work(4 << 10, 256 * MIB), CUDA, "zero_copy"),
         (work(4 << 10, 256 * MIB, merged=64), CUDA, "staged"),
@@ -47,7 +47,7 @@ def work(range_bytes: int, total: int, direction: str = "write_back", **more: An
         (work(4 * MIB, 256 * MIB, "load", steps=61, whole_pages=False), CUDA, "zero_copy"),
         (work(4 * MIB, 256 * MIB, "load", steps=40), CUDA, "staged"),
         (work(4 * MIB, 256 * MIB, "load", steps=40, qos="urgent"), CUDA, "zero_copy"),
-        (work(4 * MIB, 8 * MIB, "load", steps=2), CUDA, "zero_copy"),
+        (work(4 * MIB, 4 * MIB, "load", steps=2), CUDA, "zero_copy"),
         (
             work(64 << 10, 256 * MIB, "load", steps=40),
             CUDA,

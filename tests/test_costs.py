@@ -10,7 +10,7 @@ import torch
 from simulation import CONFIGS, world
 
 from poolwright.runtime import tuning
-from poolwright.runtime.costs import DEFAULTS, Costs, Work, predict
+from poolwright.runtime.costs import DEFAULTS, Costs, Work, alone, predict
 from poolwright.runtime.errors import PoolError
 
 US = 1e-6
@@ -54,7 +54,7 @@ def test_the_count_of_chunks_is_the_cheapest(direction: str) -> None:
         count = rates.chunks(nbytes)
 
         def cost(chunks: int, nbytes: int = nbytes) -> float:
-            return chunks * rates.chunk + nbytes / chunks / rates.relayout_rate
+            return chunks * rates.chunk + nbytes * alone(chunks) / rates.relayout_rate
 
         assert cost(count) <= min(cost(count + 1), cost(max(count - 1, 1))) * 1.05
 

@@ -22,7 +22,7 @@ from poolwright.runtime.driver.simulated_memory import SimulationError
 
 MODULES = (transfer, staging, launch, ticket, hazards, checks)
 USERS = (*MODULES, pool, backend)
-CALLS = {"wait", "follow", "wait_value", "synchronize", "admit"}
+CALLS = {"wait", "follow", "wait_value", "synchronize"}
 KEPT = {"keep.append", "_counters_of_all_pools.append", "self._lost.append"}
 DRIVERS = {"driver", "self._driver"}
 
@@ -97,6 +97,11 @@ class Sites(ast.NodeTransformer):
         if name == "record" and self._here(f"event of {ast.unparse(node.args[0])}"):
             nothing = ast.Call(ast.Attribute(node.func.value, "stream", ast.Load()), [], [])  # type: ignore[attr-defined]
             node.args = [nothing]
+        if name == "enter":  # one call for two fences: behind a stream, and behind an event
+            if self._here(f"enter behind {ast.unparse(node.args[1])}"):
+                node.args[1] = node.args[0]
+            if self._here(f"enter behind {ast.unparse(node.args[2])}"):
+                node.args[2] = ast.Constant(None)
         if name == "done" and self._here(f"ask {ast.unparse(node)}"):
             return ast.Constant(True)
         if _call(node) == "Submission" and self._here(f"keep in {ast.unparse(node)}"):

@@ -602,7 +602,7 @@ def test_the_same_kernels_without_fences_do_tear_the_state() -> None:
         for page in range(pool.page_num):
             with torch.cuda.stream(compute):
                 temporal[:, 1].fill_(step + page)
-            batch = Batch("pages", array("I", [page]), array("I", [1]), {page}, {1})
+            batch = Batch("pages", array("I", [page, 1]), 1)
             launcher.launch("write_back", "gather", [(0, place, batch, None)], copies.cuda_stream, [])
         torch.cuda.synchronize()
         found += torn(pool, step, pool.page_num)

@@ -23,6 +23,7 @@ from random_pools import Seeded, random_sample
 import poolwright.generated as generated
 from poolwright.codegen import lower, render
 from poolwright.codegen.resolve import read_layouts_text, read_spec_text
+from poolwright.runtime import native
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.tools import oracle
 from poolwright.runtime.tools.samples import arguments, samples
@@ -105,7 +106,8 @@ KINDS = [*generated_kinds(), *random_kinds()]
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are moved by torch: what is compiled is tested elsewhere."""
+    """Bytes are moved by torch: what is compiled for a pool is tested elsewhere."""
+    native.library()
     monkeypatch.setenv("POOLWRIGHT_CXX", "a-compiler-that-is-not-there")
 
 

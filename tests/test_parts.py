@@ -147,6 +147,8 @@ class Chunks:
     def chunks(self, nbytes: int) -> int:
         return self.count
 
+    equal_chunks = chunks
+
 
 @pytest.mark.parametrize("chunks", [1, 3, 50])
 @pytest.mark.parametrize("share", ["least", "half a page", "two pages"])

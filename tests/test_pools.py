@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import poolwright.generated as generated
+from poolwright.runtime import native
 from poolwright.runtime.errors import BackendUnavailable, CompileError, OutOfMemoryBudget, PoolError
 from poolwright.runtime.tools import verify
 
@@ -511,6 +512,7 @@ def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         'echo "host.cpp:1:1: error: out of luck" >&2; exit 1\n'
     )
     script.chmod(0o755)
+    native.library()  # what no pool can do without is there
     monkeypatch.setenv("POOLWRIGHT_CXX", str(script))
     monkeypatch.setenv("POOLWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
 

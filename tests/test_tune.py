@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poolwright.runtime import __main__ as tools
-from poolwright.runtime.costs import DEFAULTS, Costs, Rates, Work, predict
+from poolwright.runtime.costs import DEFAULTS, Costs, Rates, Work, alone, predict
 from poolwright.runtime.tools import tune
 from poolwright.runtime.tools.fit import Sample, fit
 from poolwright.runtime.tools.measure import HostClock
@@ -24,7 +24,7 @@ def made_up(way: str, rates: Rates, total: int, chunks: int) -> Sample:
         assert seconds is not None
         return Sample(total, 0, 0, seconds, rates.submit_direct)
     copies = total // 65_536
-    first = total / chunks / rates.relayout_rate
+    first = total * alone(chunks) / rates.relayout_rate
     seconds = rates.staged_start + chunks * rates.chunk + first + total / rates.link_rate
     submit = chunks * rates.submit_chunk + copies * rates.submit_copy
     return Sample(total, chunks, copies, seconds, submit)

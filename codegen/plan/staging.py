@@ -7,7 +7,7 @@ import math
 from poolwright.codegen import ir
 from poolwright.codegen.plan.plan import Plan, Planned
 
-BOUND = 128 << 20
+BOUND = 256 << 20
 SLOTS = 2  # of a pool whose rows change; others have as many for each direction
 ALIGN = 16
 

@@ -81,7 +81,14 @@ class Driver(Protocol):
         ...
 
     def admit(self, stream: Stream, what: str) -> None:
-        """Raises PoolError when `stream` cannot take a transfer (it is being captured into a graph)."""
+        """Raises NotAdmitted when `stream` cannot take a transfer (it is being captured into a graph)."""
+        ...
+
+    def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
+        """Begin a submission to `stream`: `admit` the stream `other`, `follow` it, `wait` for `before`.
+
+        Raises NotAdmitted with nothing done. One thread at a time: who submits holds a lock.
+        """
         ...
 
     def allocate(self, nbytes: int) -> Memory:

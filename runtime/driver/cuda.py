@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
 
+from poolwright.runtime import native
 from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream, Windows, sizes
-from poolwright.runtime.errors import BackendUnavailable, PoolError
+from poolwright.runtime.errors import BackendUnavailable, NotAdmitted, PoolError
 
 BATCH_LIMIT = 4096
 """Descriptors of one batch call: very long ones have crashed drivers."""
@@ -42,15 +44,15 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 
 
 class CudaEvent:
-    """An event that goes back to its driver's store when nobody holds it."""
+    """An event that goes back to its driver's store when nobody holds it. `number`: its handle as one."""
 
-    __slots__ = ("handle", "store")
+    __slots__ = ("handle", "number", "store")
 
-    def __init__(self, handle: Any, store: list[Any]) -> None:
-        self.handle, self.store = handle, store
+    def __init__(self, handle: Any, number: int, store: list[tuple[Any, int]]) -> None:
+        self.handle, self.number, self.store = handle, number, store
 
     def __del__(self) -> None:
-        self.store.append(self.handle)
+        self.store.append((self.handle, self.number))
 
 
 class CudaKernels:
@@ -101,7 +103,8 @@ class CudaDriver:
         from cuda.bindings import driver
 
         index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", int(index))
+        self._index = int(index)
+        self.device = torch.device("cuda", self._index)
         with torch.cuda.device(self.device):
             torch.empty(1, device=self.device)  # makes the primary context
         self._api = driver
@@ -111,20 +114,24 @@ class CudaDriver:
         self._threads: set[int] = set()
         self._ok = driver.CUresult.CUDA_SUCCESS
         self._record, self._wait = driver.cuEventRecord, driver.cuStreamWaitEvent
-        self._events: list[Any] = []
-        self._timed: list[Any] = []
+        self._events: list[tuple[Any, int]] = []
+        self._timed: list[tuple[Any, int]] = []
         self._followed: dict[int, Any] = {}
         # Without a function of Python's round the call: every submission asks.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
         self._batch = _batch_copy()
 
+    @cached_property
+    def _enter(self) -> native.Enter:
+        return native.Enter(_functions(), self._new_event(2)[1])
+
     def guard(self) -> AbstractContextManager[None]:
         # A thread that has no context yet reports device 0: it counts once its context has been seen.
-        if threading.get_ident() in self._threads and torch._C._cuda_getDevice() == self.device.index:
+        if get_ident() in self._threads and torch._C._cuda_getDevice() == self._index:
             return _NOTHING
         code, current = self._api.cuCtxGetCurrent()
         if int(code) == 0 and int(current) == self._context_number:
-            self._threads.add(threading.get_ident())
+            self._threads.add(get_ident())
             return _NOTHING
         return self._pushed()
 
@@ -144,9 +151,18 @@ class CudaDriver:
         else:
             captures = int(_check(self._api.cuStreamIsCapturing(handle), "capture status")) != 0
         if captures:
-            raise PoolError(
+            raise NotAdmitted(
                 f"{what} cannot be captured into a CUDA graph; submit it before the replay, then wait_all()"
             )
+
+    def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
+        other = other if type(other) is int else other.cuda_stream
+        stage, code = self._enter(stream, other, 0 if before is None else before.number)
+        if stage == native.REFUSED:
+            self.admit(other, what)
+            raise NotAdmitted(f"{what}: a stream does not say whether it is captured: CUDA error {code}")
+        if stage:
+            _check((self._api.CUresult(code), None), "wait for earlier work")
 
     def allocate(self, nbytes: int) -> Memory:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -191,13 +207,17 @@ class CudaDriver:
     def record(self, stream: Stream, timed: bool = False) -> Event:
         store = self._timed if timed else self._events
         try:
-            handle = store.pop()
+            handle, number = store.pop()
         except IndexError:
-            handle = _check(self._api.cuEventCreate(0 if timed else 2), "create an event")  # 2: no timing
+            handle, number = self._new_event(0 if timed else 2)  # 2: no timing
         (code,) = self._record(handle, stream if type(stream) is int else stream.cuda_stream)
         if code is not self._ok:
             _check((code, None), "record an event")
-        return CudaEvent(handle, store)
+        return CudaEvent(handle, number, store)
+
+    def _new_event(self, flags: int) -> tuple[Any, int]:
+        handle = _check(self._api.cuEventCreate(flags), "create an event")
+        return handle, int(handle)
 
     def elapsed(self, begin: Event, end: Event) -> float:
         return float(_check(self._api.cuEventElapsedTime(begin.handle, end.handle), "time of events")) / 1e3
@@ -241,6 +261,9 @@ class CudaDriver:
                 (code,) = call(target, origin, size, handle)
                 if code is not self._ok:
                     _check((code, None), f"copy {size:,} bytes")
+            return
+        if count <= BATCH_LIMIT:
+            self._batch(to, source, sizes, handle)
             return
         for start in range(0, count, BATCH_LIMIT):
             stop = start + BATCH_LIMIT
@@ -291,6 +314,13 @@ class BatchCopy:
 
 def _words(row: Sequence[int]) -> array[int]:
     return row if isinstance(row, array) and row.typecode == "Q" else array("Q", row)
+
+
+def _functions() -> native.Functions:
+    """The functions of the driver that compiled code calls."""
+    library = ctypes.CDLL("libcuda.so.1")
+    names = ("cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent")
+    return native.Functions(*(ctypes.cast(library[name], ctypes.c_void_p).value for name in names))
 
 
 def _batch_copy() -> BatchCopy | None:

@@ -50,6 +50,9 @@ class HostDriver:
     def admit(self, stream: Stream, what: str) -> None:
         return None
 
+    def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
+        return None
+
     def allocate(self, nbytes: int) -> Memory:
         tensor = torch.empty(nbytes + 256, dtype=torch.uint8)
         offset = -tensor.data_ptr() % 256

@@ -23,7 +23,7 @@ import torch
 from poolwright.runtime.driver import Memory
 from poolwright.runtime.driver.simulated_kernels import SimulatedKernels, merged
 from poolwright.runtime.driver.simulated_memory import Arena, Block, Clock, Shadow, SimulationError, join
-from poolwright.runtime.errors import PoolError
+from poolwright.runtime.errors import NotAdmitted, PoolError
 from poolwright.runtime.program import GroupProgram, SizedProgram
 
 CPU = 0
@@ -248,7 +248,15 @@ class SimulatedDriver:
 
     def admit(self, stream: SimulatedStream, what: str) -> None:
         if stream in self.capturing:
-            raise PoolError(f"{what} cannot be captured into a graph; submit it before the replay")
+            raise NotAdmitted(f"{what} cannot be captured into a graph; submit it before the replay")
+
+    def enter(
+        self, stream: SimulatedStream, other: SimulatedStream, before: SimulatedEvent | None, what: str
+    ) -> None:
+        self.admit(other, what)
+        self.follow(stream, other)
+        if before is not None:
+            self.wait(stream, before)
 
     def allocate(self, nbytes: int) -> Memory:
         with self._call("allocate", guarded=False):

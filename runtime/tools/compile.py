@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from poolwright.runtime import env, jit
+from poolwright.runtime import env, jit, native
 from poolwright.runtime.description import PoolSpec, dtype_named
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.group import HostPoolGroup
@@ -96,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if not units and (args.form or args.layout):
         raise package.PackageError(f"no pool has {package.named(args.form, args.layout)}")
     say: Callable[[str], None] = (lambda _: None) if args.json else (lambda text: print(text, flush=True))
-    rows = list(host_rows(units, say) if args.device == "cpu" else cuda_rows(units, archs, say))
+    cuda = args.device == "cuda"
+    rows = list(host_rows([native.UNIT, *([] if cuda else units)], say))  # no pool runs without the first
+    rows += cuda_rows(units, archs, say) if cuda else ()
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from poolwright.runtime.costs import Rates
+from poolwright.runtime.costs import Rates, alone
 
 LARGEST = 1e15
 """Bytes a second that stand for a rate which cannot be told from the measurements."""
@@ -39,7 +39,7 @@ def fit(samples: Sequence[Sample], start: Rates) -> Rates:
     seconds = [sample.seconds for sample in direct]
     begin, per_byte = _solve([[1.0, s.nbytes] for s in direct], seconds)
     seconds = [sample.seconds for sample in staged]
-    rows = [[1.0, s.chunks, s.nbytes / s.chunks, s.nbytes] for s in staged]
+    rows = [[1.0, s.chunks, s.nbytes * alone(s.chunks), s.nbytes] for s in staged]
     first, chunk, relayout, link = _solve(rows, seconds)
     submits = [sample.submit for sample in staged]
     per_chunk, per_copy = _solve([[float(s.chunks), float(s.copies)] for s in staged], submits)

@@ -17,7 +17,7 @@ from poolwright.runtime import tuning
 from poolwright.runtime.backend import identity
 from poolwright.runtime.costs import Costs, Work, predict
 from poolwright.runtime.pool import HostPool
-from poolwright.runtime.staging import chunk_pages
+from poolwright.runtime.staging import fill_sizes
 from poolwright.runtime.tools import package, rows
 from poolwright.runtime.tools.fit import Sample, fit
 from poolwright.runtime.tools.measure import Clock, CudaClock, Run, interleaved
@@ -115,7 +115,7 @@ def of_pool(pool: HostPool, way: str, plan: Plan, clock: Clock, repeats: int) ->
         runs = [_run(pool, way, host, device, path) for path in ("zero_copy", "staged")]
         timed = interleaved(runs, clock, repeats)
         wanted = pool._shared.code.costs.of(way).chunks(pages * pool.page_bytes)
-        chunks = -(-pages // chunk_pages(pages, wanted, pool.staging_pages))
+        chunks = sum(map(len, fill_sizes(pages, wanted, pool.staging_pages, way)))
         for path, count, copies in (("zero_copy", 0, 0), ("staged", chunks, pages)):
             timing = timed[path]
             yield Sample(pages * pool.page_bytes, count, copies, timing.seconds, timing.submit)

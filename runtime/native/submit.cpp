@@ -1,0 +1,223 @@
+// What a submission does for every id, once for a whole list, and what it asks of the driver at its begin.
+//
+// A caller holds the interpreter's lock during `pages_of`, which marks pages in memory that all calls share.
+#include <cstdint>
+
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i64 = std::int64_t;
+
+namespace {
+
+// What ids may be, by side (0: host, 1: device): `pages` of them; `marks` has a bit for each page, all zero.
+struct Side {
+  u64 pages;
+  u64* marks;
+};
+
+struct Limits {
+  u64 page_size;
+  Side sides[2];
+  u64 reserved_count;
+  const u64* reserved;  // device pages
+};
+
+// What is wrong, as `pages_of` tells it; the device's number is the host's and one.
+enum Wrong : i64 { not_whole = -1, outside = -2, reserved = -4, twice = -5 };
+
+enum Ask : u64 { host_wide = 1, device_wide = 2, by_token = 4, host_once = 8, device_once = 16 };
+
+// Page ids of whole pages of `size` ids each, which stand together and in order. An id that is no page number
+// of 32 bits becomes one that is outside of every pool.
+template <typename T>
+bool pack(const T* ids, u64 count, u64 size, u32* out) {
+  if (size == 1) {
+    for (u64 i = 0; i < count; ++i) out[i] = u64(ids[i]) > ~u32(0) ? ~u32(0) : u32(ids[i]);
+    return true;
+  }
+  for (u64 i = 0; i < count; ++i) {
+    const T* page = ids + i * size;
+    const T first = page[0];
+    bool same = first % T(size) == 0;
+    for (u64 j = 1; j < size; ++j) same &= page[j] == T(u64(first) + j);
+    if (!same) return false;
+    const i64 number = i64(first) / i64(size);
+    out[i] = number < 0 || number > i64(~u32(0)) ? ~u32(0) : u32(number);
+  }
+  return true;
+}
+
+bool pack(const void* ids, bool wide, u64 count, u64 size, u32* out) {
+  return wide ? pack(static_cast<const i64*>(ids), count, size, out)
+              : pack(static_cast<const std::int32_t*>(ids), count, size, out);
+}
+
+bool inside(const u32* ids, u64 count, u64 end) {
+  u32 most = 0;
+  for (u64 i = 0; i < count; ++i) most = ids[i] > most ? ids[i] : most;
+  return count == 0 || most < end;
+}
+
+// Marks every page; how many there are, each counted once.
+u64 mark(const Side& side, const u32* ids, u64 count) {
+  u64 different = 0;
+  for (u64 i = 0; i < count; ++i) {
+    u64& word = side.marks[ids[i] >> 6];
+    const u64 bit = u64(1) << (ids[i] & 63);
+    different += (word & bit) == 0;
+    word |= bit;
+  }
+  return different;
+}
+
+void unmark(const Side& side, const u32* ids, u64 count) {
+  for (u64 i = 0; i < count; ++i) side.marks[ids[i] >> 6] = 0;
+}
+
+// Runs of neighbouring pages among those that are marked. Each page is counted when it is the first of a run,
+// or by whoever stands in the list again.
+u64 runs_of(const Side& side, const u32* ids, u64 count) {
+  u64 runs = 0;
+  for (u64 i = 0; i < count; ++i) {
+    const u64 before = u64(ids[i]) - 1;
+    runs += ids[i] == 0 || (side.marks[before >> 6] >> (before & 63) & 1) == 0;
+  }
+  return runs;
+}
+
+}  // namespace
+
+// Checks `count` pages of both lists (`device` null: of the host's alone) and writes their numbers to `out`,
+// the host's first. Returns how many runs of neighbouring host pages there are, or what is wrong.
+extern "C" i64 pages_of(const Limits* limits, const void* host, const void* device, u64 count, u64 ask, u32* out) {
+  const u64 size = ask & by_token ? limits->page_size : 1;
+  u32* const there = out + count;
+  if (!pack(host, ask & host_wide, count, size, out)) return not_whole;
+  if (device && !pack(device, ask & device_wide, count, size, there)) return not_whole;
+  if (!inside(out, count, limits->sides[0].pages)) return outside;
+  if (device) {
+    if (!inside(there, count, limits->sides[1].pages)) return outside - 1;
+    for (u64 r = 0; r < limits->reserved_count; ++r) {
+      for (u64 i = 0; i < count; ++i) {
+        if (there[i] == limits->reserved[r]) return reserved;
+      }
+    }
+  }
+  const bool host_again = mark(limits->sides[0], out, count) != count;
+  const i64 runs = i64(runs_of(limits->sides[0], out, count));
+  unmark(limits->sides[0], out, count);
+  if (host_again && ask & host_once) return twice;
+  if (ask & device_once) {
+    const bool again = mark(limits->sides[1], there, count) != count;
+    unmark(limits->sides[1], there, count);
+    if (again) return twice - 1;
+  }
+  return runs;
+}
+
+// ---- pages that go through staging memory ----------------------------------------------------------------
+
+namespace {
+
+// A run of bytes that every page has: of page p `nbytes` from `start` + p * `step` on in host memory; of the page
+// at position i of a slot from `inside` + i * `inside_step` on.
+struct Run {
+  u64 start, step, inside, inside_step, nbytes;
+};
+
+// Host memory from `origin` on, with addresses that no copy crosses, ascending.
+struct Host {
+  u64 origin, border_count;
+  const u64* borders;
+};
+
+// Copies, in three rows of `room` numbers; those that have no room are counted and not written.
+struct Copies {
+  u64 *host, *slot, *sizes, room, count;
+  // In pieces that end at borders.
+  void add(u64 at, u64 in_slot, u64 nbytes, const Host& memory) {
+    u64 low = 0, high = memory.border_count;  // the first border behind `at`
+    while (low < high) {
+      const u64 middle = (low + high) / 2;
+      if (memory.borders[middle] <= at) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    for (; low < memory.border_count && memory.borders[low] < at + nbytes; ++low) {
+      const u64 size = memory.borders[low] - at;
+      put(at, in_slot, size);
+      at += size, in_slot += size, nbytes -= size;
+    }
+    put(at, in_slot, nbytes);
+  }
+  void put(u64 at, u64 in_slot, u64 nbytes) {
+    if (count < room) host[count] = at, slot[count] = in_slot, sizes[count] = nbytes;
+    ++count;
+  }
+};
+
+}  // namespace
+
+// Brings `count` host pages and behind them the device's, pair by pair, in the order of the host's.
+extern "C" void in_host_order(u32* ids, u64 count) {
+  u32* const there = ids + count;
+  u64 gap = 1;
+  while (gap < count / 3) gap = 3 * gap + 1;
+  for (; gap > 0; gap /= 3) {
+    for (u64 i = gap; i < count; ++i) {
+      const u32 host = ids[i], device = there[i];
+      u64 at = i;
+      for (; at >= gap && ids[at - gap] > host; at -= gap) ids[at] = ids[at - gap], there[at] = there[at - gap];
+      ids[at] = host, there[at] = device;
+    }
+  }
+}
+
+// Copies of `count` pages, the first of which is at position `first` of the slot at `base`, into three rows of
+// `room` numbers each from `out` + `used` on: host addresses, slot addresses, bytes. Neighbouring pages are one
+// copy where their bytes are neighbours on both sides. Returns how many copies there are then.
+extern "C" u64 copies_of(const Host* memory, const Run* runs, u64 run_count, const u32* pages, u64 count, u64 first,
+                         u64 base, u64* out, u64 room, u64 used) {
+  Copies copies{out, out + room, out + 2 * room, room, used};
+  for (u64 r = 0; r < run_count; ++r) {
+    const Run run = runs[r];
+    const bool merge = run.nbytes == run.step && run.nbytes == run.inside_step;
+    for (u64 i = 0; i < count;) {
+      u64 next = i + 1;
+      while (merge && next < count && pages[next] == pages[next - 1] + 1) ++next;
+      const u64 host = memory->origin + run.start + pages[i] * run.step;
+      copies.add(host, base + run.inside + (first + i) * run.inside_step, (next - i) * run.nbytes, *memory);
+      i = next;
+    }
+  }
+  return copies.count;
+}
+
+// ---- calls of the CUDA driver ----------------------------------------------------------------------------
+
+namespace {
+
+struct Functions {
+  int (*capturing)(void* stream, int* status);
+  int (*record)(void* event, void* stream);
+  int (*wait)(void* stream, void* event, unsigned flags);
+};
+
+// Where `enter` stopped: above the driver's error in what it returns.
+enum Stage : i64 { refused = i64(1) << 32, failed = i64(2) << 32 };
+
+}  // namespace
+
+// Puts `stream` behind everything that is in `other`, by event `between`, and behind event `before` (null: none).
+// Returns 0; `refused` when `other` is being captured, or does not say, and nothing was done; `failed`.
+extern "C" i64 enter(const Functions* driver, void* stream, void* other, void* between, void* before) {
+  int status = 0;
+  int code = driver->capturing(other, &status);
+  if (code != 0 || status != 0) return refused | code;
+  code = driver->record(between, other);
+  if (code == 0) code = driver->wait(stream, between, 0);
+  if (code == 0 && before) code = driver->wait(stream, before, 0);
+  return code == 0 ? 0 : failed | code;
+}
