@@ -596,6 +596,8 @@ class HostPool(Pages):
         elif batch.unit == "tokens":
             pages, whole = -(-pages // self.page_size), False
         forced = self._forced if path is None else path
+        if layered and pages > 1 and not self.staging_pages and forced == "auto":
+            whole = False  # each page would take launches of its own, and the first layer come late
         merges = whole and not layered and self._merges and forced != "zero_copy"
         merged = _merged(batch) if merges else 1
         key = (direction, pages, layered, whole, merged, qos, forced)

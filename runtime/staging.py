@@ -6,10 +6,10 @@ into longer ones; or, where a page is larger than a slot may be, a part of one. 
 one turn is a *fill*, and moves in *chunks*: while the copy engine empties one chunk, kernels fill the next,
 in the same slot or the next one.
 
-Note [Slots]: a slot is used again after the event that stands for it. Its first use in a transfer is behind
-all of the direction's earlier transfers, since a write-back ends with its copies joined and a load starts
-behind the one before; so events are kept from one transfer to the next only where directions share slots.
-Chunks of one fill lie side by side and wait for nothing of each other.
+Note [Slots]: a slot is used again after the event that stands for it. A write-back is followed by others
+while its copies still run, so every slot that it used has one. A load starts behind the one before, so that
+its events are kept from one transfer to the next only where directions share slots. Chunks of one fill lie
+side by side and wait for nothing of each other.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Staging:
             self._launch(launcher, "write_back", "gather", chunk, stream, keep)
             driver.follow(copies, stream)
             driver.copy(chunk.host, chunk.slot, chunk.sizes, copies, inward=False)
-            if chunk.last and (self._shared or chunk.again):
+            if chunk.last:
                 self._free[slot] = driver.record(copies)
         return driver.record(stream)
 

@@ -2,9 +2,10 @@
 
 Pools that move together share one `Transfers`; a pool of its own is the case of one member. Order is kept
 by streams and by pages. Write-backs follow each other in one stream, loads in another; staged copies run
-in streams of their own, joined at the end of a submission. A submission waits for the caller's stream,
-whose work filled or still reads the device rows, and for running transfers of the other direction that
-touch a page of its own, on either side.
+in streams of their own. A load joins them at its end. A write-back does not, so that the next one gathers
+while it still copies: all copies are in order, and kernels that write host pages wait for them. A submission
+waits for the caller's stream, whose work filled or still reads the device rows, and for running transfers
+of the other direction that touch a page of its own, on either side.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Transfers:
         self._staging = Staging(driver, code.costs)
         self._hazards = Hazards(driver)
         self._lost: list[object] = []
+        self._copying: Event = None  # after the last copies of write-backs, unless `_writes` is behind them
         self._counters: Memory | None = None
         self._reached: list[int] = []  # what counters will say, but for those of `_counting`
         self._counting, self._ahead = (0, 0), 0  # first of them and how many; they will say so much more
@@ -230,15 +232,23 @@ class Transfers:
                 self._hazards.forget(direction)
                 before = self._hazards.before(direction, moves)
                 driver.enter(stream, other, before, self.name)
+                if self._copying is not None and direction == "write_back" and _by_kernels(moves):
+                    driver.wait(stream, self._copying)
+                    self._copying = None
                 if on_device:  # ids may come from another stream than the rows
                     driver.follow(stream, driver.current_stream())
                 began = driver.record(stream, timed=True) if timed else None
-                captured, marks = self._run(direction, moves, stream, order, keep)
+                captured, marks, end = self._run(direction, moves, stream, order, keep)
                 verdict = None
                 if checked:
                     captured = marks = None  # see Note [Comparing in order]
+                    if end != stream:
+                        driver.follow(stream, end)
+                        end = stream
                     verdict = self._compare(direction, moves, stream, order, keep)
-                event = driver.record(stream, timed=timed)
+                event = driver.record(end, timed=timed)
+                if end != stream:
+                    self._copying = event
             except NotAdmitted:
                 raise
             except PoolError as error:
@@ -288,9 +298,9 @@ class Transfers:
         stream: Stream,
         order: Order | None,
         keep: list[object],
-    ) -> tuple[Event, LayerMarks | LayerEvents | None]:
+    ) -> tuple[Event, LayerMarks | LayerEvents | None, Stream]:
         """Each path once for all members that take it; the event after which rows are captured (None: all
-        of it), and progress by layer.
+        of it), progress by layer, and the stream at whose end everything is done.
 
         The launch that counts layers comes after everything else of its stream but staged members, whose
         events come last: a layer that is told is there whatever path a member took. Rows are gathered before
@@ -315,7 +325,7 @@ class Transfers:
                 self._indexing(direction, move, stream, order)
         if direct and not staged and order is None:
             self._launcher_in_use().launch(direction, direction, direct, stream, keep)
-            return None, None
+            return None, None, stream
         captured: Event = None
         marks: LayerMarks | LayerEvents | None = None
         gathers = bool(staged) and direction == "write_back"
@@ -328,11 +338,12 @@ class Transfers:
         if gathers:
             if direct:
                 captured = self._driver.record(stream)
-            self._driver.follow(stream, self._out)
-        elif staged:
+                self._driver.wait(self._out, captured)
+            return captured, None, self._out
+        if staged:
             # In layer order they come last, so that their events stand for what others moved, too.
             marks = self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep, order)
-        return captured, marks
+        return captured, marks, stream
 
     def _launcher_in_use(self) -> Launcher:
         assert self._launcher is not None
@@ -399,6 +410,11 @@ class Transfers:
                 *(member.program, member.layout, member.tensor, member.binding.views),
                 *(direction, move.batch, positions),
             )
+
+
+def _by_kernels(moves: Sequence[Move]) -> bool:
+    """Whether anything writes host pages but the copy engine."""
+    return any(move.path != "staged" for move in moves)
 
 
 def _wrong(pool: str, direction: str, asked: Sequence[tuple[Move, Verdict]]) -> TransferError | None:

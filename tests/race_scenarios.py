@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -611,6 +612,11 @@ def group_captured(choose: Choose) -> None:
             for at, width in made.worlds[name].rows(made.worlds[name].tokens(device)):
                 made.driver.cpu("overwriting", at, width, writes=True)
         ticket.wait()
+        for _ in range(3):
+            produce_all(made, ids)
+            move_all(made, True, ids, path).wait()
+            for name, (host, _) in ids.items():
+                made.worlds[name].compare_host(host)
         made.bind()
         finish_all(made)
 
@@ -804,26 +810,29 @@ def failed_for_good(choose: Choose) -> None:
 
     What had been submitted beside the failed operation has run by then, whichever thread gives back.
     """
-    for turn in range(12):
+    for call, path, step in product(("clear", "destroy"), ("zero_copy", "staged"), range(10)):
         made = world(MLA, choose)
         good = store(made, [3, 4], [3, 4])
         good.wait()
-        made.driver.fail_step(turn % 6)
-        tickets = [store(made, [0, 1, 2], [0, 1, 2], "staged"), load(made, [3, 4], [5, 6])]
+        made.driver.fail_step(step)
+        tickets = [store(made, [0, 1, 2], [0, 1, 2], "staged"), load(made, [3, 4], [5, 6], path)]
         errors: list[BaseException] = []
 
-        def end(call: Callable[[], object], errors: list[BaseException] = errors) -> None:
+        def end(give: Callable[[], object], errors: list[BaseException] = errors) -> None:
             try:
-                call()
+                give()
             except BaseException as raised:
                 errors.append(raised)
 
-        thread = threading.Thread(target=end, args=(getattr(made.pool, ("clear", "destroy")[turn // 6]),))
+        thread = threading.Thread(target=end, args=(getattr(made.pool, call),))
         thread.start()
         thread.join()
         for error in errors:
             if not isinstance(error, PoolError):
                 raise error
+        if not errors:  # so many steps are none of these
+            made.pool.destroy()
+            continue
         assert "was made to fail" in str(errors[0])
         outcomes = [ticket.error is None and ticket.done() for ticket in tickets]
         assert False in outcomes and good.done()
