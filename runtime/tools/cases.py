@@ -377,8 +377,8 @@ class Bench:
         size = self.pool.page_size if case.unit == "token" else 1
         tokens = [(ids.long() // size, ids.long() % size) for ids in (host_ids, device_ids)]
         # Each pair of pages once: what has no tokens would be moved again for every token of its page.
-        pairs = (tokens[0][0] * self.device_pages + tokens[1][0]).unique()
-        pages = pairs // self.device_pages, pairs % self.device_pages
+        pairs = sorted(set(zip(tokens[0][0].tolist(), tokens[1][0].tolist(), strict=True)))
+        pages = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
         first_only = case.layers is not None and not {*self.pool.layers[:1]} <= {*case.layers}
         for place in self._places:
             by_token = case.unit == "token" and "token" in place.axes
