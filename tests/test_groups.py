@@ -270,6 +270,49 @@ def test_a_pool_without_layers_moves_with_the_first_step_of_all(bound: Any) -> N
         state.layers = kept
 
 
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "staged"])
+def test_every_layer_waits_for_a_pool_without_layers(bound: Any, path: str) -> None:
+    """A state of no layer keeps its side bytes: they come first, whichever layer is waited for."""
+    group, tensors = bound
+    state = group._shared.transfers.members[1]
+    kept, state.layers = state.layers, ()  # its other components are of layers that are not asked for
+    side = tensors["state"]["ngram"]
+    stored = side.clone()
+    group.write_back(moves()).wait()
+    try:
+        for names in (("state",), ("kv", "state")):
+            side.fill_(-1)
+            ticket = group.load({name: moves()[name] for name in names}, order="layer", path=path)
+            for layer in FULL:
+                ticket.wait_layer(layer)
+            with pytest.raises(ValueError, match="layer 6 is not told"):
+                ticket.wait_layer(6)
+            ticket.wait()
+            assert torch.equal(side[SLOTS], stored[SLOTS])
+            assert bool((side[[0, 1, 3, 4, 5]] == -1).all())
+    finally:
+        state.layers = kept
+
+
+def test_a_pool_without_layers_is_waited_for_in_the_step_that_moves_it(bound: Any) -> None:
+    """Also by layers of pools that are not moved; where that step is left out, nothing of it moves."""
+    group, _ = bound
+    transfers = group._shared.transfers
+    kv, state = transfers.members
+    kept, kv.layers = kv.layers, ()
+    try:
+        assert transfers._make_order((0,), None)[:1] == ((LINEAR[0],),)
+        assert transfers._make_order((0,), None).rest == 0
+        assert transfers._make_order((0,), None).others == set(LINEAR[1:])
+        assert transfers._make_order((0, 1), (0, 2)).rest == 0
+        assert transfers._make_order((0, 1), (2, 0)).rest == 1
+        assert transfers._make_order((0, 1), (2,)).rest is None
+        assert transfers._make_order((1,), None).rest is None
+    finally:
+        kv.layers = kept
+    assert state.layers == LINEAR
+
+
 # ---- pools that take the ids of another
 
 
