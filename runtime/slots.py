@@ -12,7 +12,8 @@ import itertools
 import operator
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -29,7 +30,7 @@ class Slots:
         if pages < 0 or page_size < 1:
             raise ValueError(f"{pool}: expected pages >= 0 and page_size >= 1, got {pages} and {page_size}")
         self.pages, self.page_size, self.pool = pages, page_size, pool
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reset()
 
     def _reset(self) -> None:
@@ -39,6 +40,13 @@ class Slots:
         self._next = 0  # where what is left of it starts
         self._freed = array("q")  # next batch
         self._available = self.pages
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing else changes what is allocated while this is open. Several are opened in the order of the
+        group's pools, and none while transfers are locked."""
+        with self._lock:
+            yield
 
     def available_size(self) -> int:
         """Token ids that can be allocated."""

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ from poolwright.runtime import jit, toolchain
 from poolwright.runtime.driver.simulated import SimulatedDriver
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.pool import HostPool
 from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools import group_cases, verify
 
@@ -399,6 +401,116 @@ def test_alloc_takes_all_or_nothing() -> None:
         group.free({"kv": taken["kv"], "state": torch.tensor([4])})
     assert group.available_size() == free
     assert group.free(taken) == {"kv": 3 * P, "state": 2}
+    group.destroy()
+
+
+class Told:
+    """A lock that tells when another thread than the first one asks for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.first, self.asked = lock, threading.get_ident(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self.first:
+            self.asked.set()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+class Meanwhile:
+    """Runs `call` in a thread of its own, once, in the middle of what this thread does: until it is done, or
+    waits for slots of `pool`."""
+
+    def __init__(self, pool: HostPool, call: Callable[[], object]) -> None:
+        self._told = pool._slots._lock = Told(pool._slots._lock)  # type: ignore[assignment]
+        self._thread = threading.Thread(target=self._run, args=(call,))
+        self.outcome: object = None
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            self.outcome = call()
+        except ValueError as error:
+            self.outcome = str(error)
+
+    def __call__(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+            assert self._told.asked.wait(30)
+            self._thread.join(0.3)  # let through at once, it would be over by then
+
+    def end(self) -> object:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+@pytest.mark.parametrize("name", ["kv", "state"])
+def test_a_pool_frees_the_same_pages_in_the_middle_of_a_call_of_the_group(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page is freed once: by the group, all of them; the other call is refused."""
+    group = hybrid()
+    ids = group.alloc({"kv": 2 * P, "state": 1})
+    assert ids is not None
+    pool = group.pools[name]
+    meanwhile = Meanwhile(pool, lambda: pool.free(ids[name]))
+    real, calls = HostPool._freeable, []
+
+    def freeable(one: HostPool, *given: Any) -> list[int]:
+        pages = real(one, *given)
+        calls.append(one.name)
+        if calls == ["kv", "state"]:  # all are checked, none is free
+            meanwhile()
+        return pages
+
+    monkeypatch.setattr(HostPool, "_freeable", freeable)
+    assert group.free(ids) == {"kv": 2 * P, "state": 1}
+    assert "is not allocated" in str(meanwhile.end())
+    assert group.available_size() == {"kv": 9 * P, "state": 5}
+    again = group.alloc({"kv": 9 * P, "state": 5})
+    assert again is not None and all(len(set(each.tolist())) == len(each) for each in again.values())
+    group.destroy()
+
+
+def test_a_pool_allocates_in_the_middle_of_a_call_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the group takes and gives back, since another pool is full, nobody else sees as taken."""
+    group = hybrid()
+    kv = group.pools["kv"]
+    meanwhile = Meanwhile(kv, lambda: kv.alloc(9 * P))
+    real = HostPool.alloc
+
+    def alloc(one: HostPool, count: int) -> torch.Tensor | None:
+        if one.name == "state":  # kv is taken by now
+            meanwhile()
+        return real(one, count)
+
+    monkeypatch.setattr(HostPool, "alloc", alloc)
+    assert group.alloc({"kv": P, "state": 6}) is None
+    taken = meanwhile.end()
+    assert isinstance(taken, torch.Tensor) and taken.numel() == 9 * P
+    group.destroy()
+
+
+def test_clear_takes_the_pages_of_all_pools_at_one_moment() -> None:
+    """A pool that allocates in the middle gets pages of after it."""
+    group = hybrid()
+    group.alloc({"kv": 9 * P, "state": 5})
+    state = group.pools["state"]
+    meanwhile = Meanwhile(state, lambda: state.alloc(5))
+    kv = group.pools["kv"]._slots
+    real = kv.clear
+
+    def clear() -> None:
+        real()
+        meanwhile()
+
+    kv.clear = clear  # type: ignore[method-assign]
+    group.clear()
+    taken = meanwhile.end()
+    assert isinstance(taken, torch.Tensor) and taken.tolist() == list(range(5))
+    assert group.available_size() == {"kv": 9 * P, "state": 0}
     group.destroy()
 
 
