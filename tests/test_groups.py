@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -916,6 +917,30 @@ def test_bind_checks_every_pool_before_it_uses_any(bound: Any) -> None:
     with pytest.raises(ValueError, match="no tensors for pool 'state'"):
         group.bind({"kv": tensors["kv"]})
     assert group.kv._bound is before
+
+
+def test_pools_of_a_group_have_no_byte_in_common() -> None:
+    """Refused for the group and for one pool by itself; nothing that was bound changes."""
+    group = drafted()
+    one = torch.zeros(4 * P, 2, 3, dtype=torch.bfloat16)
+    target = {"k": rows(3, 2, 3), "v": rows(3, 2, 5)}
+    draft = {"k": [one.view(-1)[: 4 * P * 3].view(-1, 1, 3)], "v": rows(1, 1, 5)}
+    refused = (
+        "target_draft: bind: draft.k and target.k: a row of each has the same memory; pools of a group need "
+        "tensors of their own"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(refused)}$"):
+        group.bind({"target": {**target, "k": [*rows(2, 2, 3), one]}, "draft": draft})
+    assert group.target._bound is None
+    draft["k"] = rows(1, 1, 3)
+    group.bind({"target": target, "draft": draft})
+    before = group.draft._bound
+    with pytest.raises(ValueError, match=r"draft.v and target.k: a row of each"):
+        group.draft.rebind({**draft, "v": [target["k"][2].view(-1)[: 3 * P * 5].view(-1, 1, 5)]})
+    assert group.draft._bound is before
+    group.rebind({"target": target, "draft": draft})
+    group.draft.rebind(draft)
+    group.destroy()
 
 
 def test_less_aligned_tensors_of_one_pool_are_moved_right() -> None:
