@@ -379,6 +379,7 @@ class HostPool(Pages):
                 reserved=pool.spec.reserved,
                 tokens=pool.program.tokens,
                 device=pool.device,
+                slots=pool._slots,
             )
 
     # ---- transfers

@@ -356,6 +356,21 @@ def test_a_pool_that_takes_ids_moves_with_its_source_always() -> None:
     group.destroy()
 
 
+def test_pages_of_a_pool_that_takes_ids_are_those_allocated_of_its_source() -> None:
+    group = drafted()
+    both = {
+        "target": {"k": rows(3, 2, 3), "v": rows(3, 2, 5)},
+        "draft": {"k": rows(1, 1, 3), "v": rows(1, 1, 5)},
+    }
+    group.bind(both)
+    group.alloc({"target": 2 * P})
+    ids = torch.tensor([1, 0])
+    group.write_back({"target": (ids, ids)}, "page").wait()
+    with pytest.raises(ValueError, match="target: host ids: page 2 is not allocated"):
+        group.load({"target": (ids + 1, ids)}, "page")
+    group.destroy()
+
+
 def test_device_rows_of_every_pool_are_checked_before_anything_moves() -> None:
     group = drafted()
     small = {"k": rows(1, 1, 3, pages=3), "v": rows(1, 1, 5, pages=3)}
