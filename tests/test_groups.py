@@ -366,7 +366,7 @@ def test_pages_of_a_pool_that_takes_ids_are_those_allocated_of_its_source() -> N
     group.alloc({"target": 2 * P})
     ids = torch.tensor([1, 0])
     group.write_back({"target": (ids, ids)}, "page").wait()
-    with pytest.raises(ValueError, match="target: host ids: page 2 is not allocated"):
+    with pytest.raises(ValueError, match="target: host page 2 is not allocated"):
         group.load({"target": (ids + 1, ids)}, "page")
     group.destroy()
 

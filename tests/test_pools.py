@@ -236,7 +236,7 @@ def test_host_pages_that_are_not_allocated(pool: Any, level: str, unit: str, hos
     pool.write_back(torch.tensor(host), device, unit, validate=level).wait()
     pool.free(taken[2 * PAGE :])
     before = pool.kv_buffer.clone()
-    message = "mla: host ids: page {} is not allocated; pass what alloc returned"
+    message = "mla: host page {} is not allocated; pass what alloc returned"
     for move in (pool.write_back, pool.load):
         refused(lambda move=move: move(torch.tensor(host), device, unit, validate=level), message.format(2))
     pool.clear()
