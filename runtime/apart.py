@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,24 @@ def rows(name: str, start: int, run: int, axes: Iterable[tuple[int, int]]) -> Ro
 
 def sharing(every: Sequence[Rows]) -> tuple[Rows, Rows] | None:
     """Two of these that have a byte in common, or None."""
-    before: list[Rows] = []
-    for one in sorted(every, key=lambda each: each.start):
-        before = [other for other in before if other.end > one.start]
-        for other in before:
-            if meet(other, one):
+    return _sharing([(str(at), one) for at, one in enumerate(every)])
+
+
+def sharing_between(owners: Mapping[str, Sequence[Rows]]) -> tuple[Rows, Rows] | None:
+    """Rows of two owners that have a byte in common, named ``owner.name``, or None."""
+    every = ((owner, one) for owner, some in owners.items() for one in some)
+    return _sharing([(owner, replace(one, name=f"{owner}.{one.name}")) for owner, one in every])
+
+
+def _sharing(every: Sequence[tuple[str, Rows]]) -> tuple[Rows, Rows] | None:
+    """The first two, in the order of addresses, of different owners."""
+    before: list[tuple[str, Rows]] = []
+    for mine, one in sorted(every, key=lambda each: each[1].start):
+        before = [each for each in before if each[1].end > one.start]
+        for owner, other in before:
+            if owner != mine and meet(other, one):
                 return other, one
-        before.append(one)
+        before.append((mine, one))
     return None
 
 

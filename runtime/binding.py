@@ -25,7 +25,8 @@ NO_TENSORS = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Binding:
-    """Bound tensors. `views[ident]`: one tensor's bytes for each table entry; axes of the part, then byte."""
+    """Bound tensors. `views[ident]`: one tensor's bytes for each table entry; axes of the part, then byte.
+    `rows`: the bytes of them that are used."""
 
     tensors: tuple[torch.Tensor, ...]
     table: tuple[int, ...]
@@ -33,6 +34,7 @@ class Binding:
     pages: int
     align: int
     views: Mapping[str, tuple[torch.Tensor, ...]]
+    rows: tuple[apart.Rows, ...]
 
 
 def bind(
@@ -79,6 +81,7 @@ def bind(
         pages=min((one.pages for one in bound.values()), default=NO_TENSORS),
         align=alignment([*bases, *strides]),
         views={ident: one.views for ident, one in bound.items()},
+        rows=tuple(every),
     )
 
 
@@ -414,6 +417,20 @@ def _check_shared(pool: str, every: Sequence[apart.Rows]) -> None:
         one, other = sorted(each.name for each in found)
         what = f"{one}: two layers have" if one == other else f"{one} and {other}: a row of each has"
         raise ValueError(f"{pool}: {what} the same memory; each needs rows of its own")
+
+
+def check_between(group: str, bindings: Mapping[str, Binding]) -> None:
+    """No byte may belong to two pools, by name: transfers of different pools are not ordered by their rows.
+
+    Raises ValueError.
+    """
+    found = apart.sharing_between({pool: binding.rows for pool, binding in bindings.items()})
+    if found is not None:
+        one, other = sorted(each.name for each in found)
+        raise ValueError(
+            f"{group}: bind: {one} and {other}: a row of each has the same memory; pools of a group need "
+            f"tensors of their own"
+        )
 
 
 def _as_axes(

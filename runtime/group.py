@@ -8,8 +8,8 @@ slots of its own and is moved in every call that moves the other.
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +58,6 @@ class HostPoolGroup:
         place = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
         code = Code(GroupProgram(self.spec.name, folder, self.spec.parts, sized), place, require)
         self._shared = Shared(code, self.spec.name)
-        self._lock = threading.Lock()
         self.pools: dict[str, HostPool] = {}
         common: dict[str, Any] = {"device": place, "require": require, "hugepages": hugepages}
         token = being_built.set(self._shared)
@@ -110,7 +109,7 @@ class HostPoolGroup:
         """
         wanted = {name: operator.index(count) for name, count in self._named("alloc", counts).items()}
         taken: dict[str, torch.Tensor] = {}
-        with self._lock:
+        with self._slots_held(wanted):
             try:
                 for name, count in wanted.items():
                     ids = self.pools[name].alloc(count)
@@ -131,7 +130,7 @@ class HostPoolGroup:
     def free(self, ids: Mapping[str, torch.Tensor], after: Ticket | None = None) -> dict[str, int]:
         """Give whole pages of several pools back, all or none; how many ids of each."""
         named = self._named("free", ids)
-        with self._lock:
+        with self._slots_held(named):
             pages = {name: self.pools[name]._freeable(each, after) for name, each in named.items()}
             for name, each in pages.items():
                 self.pools[name]._slots.free_pages(each)
@@ -144,9 +143,21 @@ class HostPoolGroup:
     @opaque
     def clear(self) -> None:
         """Take every page back, after everything in flight. Bytes stay as they are."""
-        for pool in self.pools.values():
-            if pool._source is None:
-                pool.clear()
+        self._alive()
+        self._shared.transfers.drain()
+        own = [name for name, pool in self.pools.items() if pool._source is None]
+        with self._slots_held(own):
+            for name in own:
+                self.pools[name]._slots.clear()
+
+    @contextmanager
+    def _slots_held(self, names: Iterable[str]) -> Iterator[None]:
+        """Slots of these pools, named in the fixed order, change only by this thread: the pools' own `alloc`
+        and `free` come before or after a call of the group, never in its middle."""
+        with ExitStack() as held:
+            for name in names:
+                held.enter_context(self.pools[name]._slots.held())
+            yield
 
     # ---- device tensors
 

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from poolwright.runtime import native
-from poolwright.runtime.native import BY_TOKEN, DEVICE_ONCE, DEVICE_WIDE, HOST_ONCE, HOST_WIDE, PageCheck
+from poolwright.runtime.native import (
+    ALLOCATED,
+    BY_TOKEN,
+    DEVICE_ONCE,
+    DEVICE_WIDE,
+    HOST_ONCE,
+    HOST_WIDE,
+    PageCheck,
+)
+from poolwright.runtime.slots import Slots
 
 LEVELS = ("off", "cheap", "full")
 UNITS = ("token", "page")
@@ -27,7 +36,10 @@ _NONE = array("I", (0,))
 
 @dataclass(frozen=True)
 class Limits:
-    """What ids may be: pages on both sides, tokens a page, device pages that no transfer may touch."""
+    """What ids may be: pages on both sides, tokens a page, device pages that no transfer may touch.
+
+    `slots`: which host pages are allocated; None where that is not asked.
+    """
 
     pool: str
     page_size: int
@@ -36,11 +48,13 @@ class Limits:
     reserved: tuple[int, ...] = ()
     tokens: bool = True
     device: torch.device = CPU
+    slots: Slots | None = None
 
     @cached_property
     def pages(self) -> PageCheck:
         """Checks lists of whole pages."""
-        return PageCheck(self.page_size, self.host_pages, self.device_pages, self.reserved)
+        taken = None if self.slots is None else self.slots.taken
+        return PageCheck(self.page_size, self.host_pages, self.device_pages, self.reserved, taken)
 
 
 class Batch:
@@ -113,6 +127,8 @@ def batch(
     asked = (host_wide and HOST_WIDE) + (device_wide and DEVICE_WIDE)
     if level != "off":
         asked += HOST_ONCE if writes_host else DEVICE_ONCE
+        if limits.slots is not None and limits.slots.in_use:
+            asked += ALLOCATED
     if unit == "token":
         count, left = divmod(count, limits.page_size)
         if left:
@@ -165,6 +181,8 @@ def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, wrong: in
         return _out_of_range(limits, f"device {word}", there, limits.device_pages)
     if wrong == native.RESERVED:
         return _reserved(limits, there)
+    if wrong == native.HOST_IDLE:
+        return _idle(limits, here)
     if wrong == native.HOST_TWICE:
         return _twice(limits, "host ids", "page", here)
     return _twice(limits, "device ids", "page", there)
@@ -181,6 +199,13 @@ def _twice(limits: Limits, name: str, unit: str, ids: Sequence[int]) -> ValueErr
     return ValueError(
         f"{limits.pool}: {name}: {unit} {twice} stands twice in one list; a destination may be written once"
     )
+
+
+def _idle(limits: Limits, pages: Iterable[int]) -> ValueError:
+    """The first of these host pages that is not allocated."""
+    assert limits.slots is not None
+    page = next((page for page in pages if not limits.slots.taken[page]), None)
+    return ValueError(f"{limits.pool}: host page {page} is not allocated; pass what alloc returned")
 
 
 def _reserved(limits: Limits, pages: Collection[int]) -> ValueError:
@@ -203,6 +228,8 @@ def _token_batch(
         if torch.unique(written).numel() != written.numel():
             raise _twice(limits, name, "token", written.tolist())
     pages = _pages_of(host, limits.page_size)
+    if level != "off" and limits.slots is not None and limits.slots.unallocated(pages):
+        raise _idle(limits, sorted(pages))
     return Batch("tokens", here + there, len(here), 0, pages, device_pages)
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from poolwright.runtime import env, toolchain
-from poolwright.runtime.cache import Binary, Cache, Key, Request
+from poolwright.runtime.cache import Binary, Cache, Corrupt, Key, Request
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
 from poolwright.runtime.toolchain import Compiler, Missing
 
@@ -124,12 +124,15 @@ def cubins(unit: Unit, arch: str, compiler: str | None = None) -> list[bytes]:
 
 
 def is_cached(unit: Unit, arch: str | None = None) -> bool:
-    """Whether `host_libraries` (`arch` None) or `cubins` would find the unit compiled."""
+    """Whether `host_libraries` (`arch` None) or `cubins` would find the unit compiled, and whole."""
     kind = env.text("CUDA_COMPILER")
     found = toolchain.find_cxx() if arch is None else toolchain.find_cuda(kind)
     wanted = _host_request(unit) if arch is None else _cubin_request(unit, arch, kind)
     cache = Cache(env.cache_dir())
-    binaries = cache.find_any(wanted) if isinstance(found, Missing) else cache.find(Key(wanted, found))
+    try:
+        binaries = cache.find_any(wanted) if isinstance(found, Missing) else cache.find(Key(wanted, found))
+    except Corrupt:
+        return False  # it is built again when it is asked for, and said then
     return binaries is not None
 
 

@@ -57,12 +57,14 @@ class Steps:
 class Order(NamedTuple):
     """The steps of a load in layer order: layer ids, and for each member that moves its numbers.
 
-    `others`: layers of members that do not move.
+    `others`: layers of members that do not move. `rest`: the step in which members move that have no layers;
+    None where none does.
     """
 
     layers: tuple[int, ...]
     steps: dict[int, Steps]
     others: frozenset[int]
+    rest: int | None
 
 
 class Place(NamedTuple):

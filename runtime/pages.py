@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, NoReturn, overload
 
@@ -68,6 +68,7 @@ class Pages:
     spec: ClassVar[PoolSpec]
     program: SizedProgram
     device: torch.device
+    dtypes: Mapping[str, torch.dtype]
     kv_buffer: torch.Tensor
     page_size: int
     page_num: int
@@ -159,15 +160,20 @@ class Pages:
     def get_data_page(self, index: Index, flat: Literal[True] = True) -> torch.Tensor: ...
 
     @overload
-    def get_data_page(self, index: Index, flat: Literal[False]) -> list[torch.Tensor]: ...
+    def get_data_page(self, index: Index, flat: Literal[False]) -> torch.Tensor | list[torch.Tensor]: ...
 
     def get_data_page(self, index: Index, flat: bool = True) -> torch.Tensor | list[torch.Tensor]:
-        """A copy of a page's bytes: uint8 ``[page_bytes]``; not `flat`: its objects as views, no copy."""
+        """A copy of a page's bytes: uint8 ``[page_bytes]``; not `flat`: the page as it lies, no copy.
+
+        Then a page that is one component in one range, without padding, comes as a tensor of its dtype, with
+        the layout's axes inside a page (``[token, layer, latent]``); every other page as a list of its
+        objects, each uint8.
+        """
         page = self._page("get_data_page", index)
         self._settle({page}, True)
         views = self._views(page)
         if not flat:
-            return views
+            return self._shaped(page) if self._lone is not None else views
         return torch.cat(views) if views else torch.empty(0, dtype=torch.uint8)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
@@ -201,6 +207,21 @@ class Pages:
                 extents = (extent for _, extent, _ in part.axes)
                 items += self.program.itemsize(part.ident) * math.prod(extents)
         return items < self.page_bytes
+
+    @cached_property
+    def _lone(self) -> HostPart | None:
+        """The component, or record, that is every byte of a page, where the page is one range."""
+        there = [part for part in self.program.host(1).parts if self.program.present(part.ident)]
+        whole = len(there) == len(self._spans) == 1 and not self._padded
+        return there[0] if whole else None
+
+    def _shaped(self, page: int) -> torch.Tensor:
+        """The page with the axes and the dtype of its one component."""
+        assert self._lone is not None
+        ident, size = self._lone.ident, self.program.itemsize(self._lone.ident)
+        at = [axis for axis, _, _ in self._lone.axes].index("page")
+        seen = host_view(self.kv_buffer, self.program.host(self.page_num), ident, size).select(at, page)
+        return seen.view(self.program.dtype(self.dtypes, ident)).squeeze(-1)
 
     def _set_components(self, page: int, data_page: torch.Tensor) -> None:
         """Copy what belongs to components. A padded page is one range, and so a buffer of one page."""

@@ -20,7 +20,7 @@ import torch
 from poolwright.runtime import choice, env, indices
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend, Code
-from poolwright.runtime.binding import Binding
+from poolwright.runtime.binding import Binding, check_between
 from poolwright.runtime.checks import Checks, behind
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.costs import Work, predict
@@ -363,9 +363,10 @@ class HostPool(Pages):
     def _take(self, bound: Mapping[int, tuple[HostPool, Binding]]) -> None:
         """Use these bindings of this pool, and of others that move with it, from now on."""
         transfers = self._transfers
-        kept = [m.binding for n, m in enumerate(transfers.members) if n not in bound and m.binding]
-        new = [binding for _, binding in bound.values()]
-        self._shared.code.compile(math.gcd(16, *(binding.align for binding in (*kept, *new))))
+        every = {m.name: m.binding for m in transfers.members if m.binding is not None}
+        every |= {pool.name: binding for pool, binding in bound.values()}
+        check_between(self._shared.group or self.name, every)
+        self._shared.code.compile(math.gcd(16, *(binding.align for binding in every.values())))
         transfers.bind({number: binding for number, (_, binding) in bound.items()})
         for pool, binding in bound.values():
             pool._bound = binding
@@ -378,6 +379,7 @@ class HostPool(Pages):
                 reserved=pool.spec.reserved,
                 tokens=pool.program.tokens,
                 device=pool.device,
+                slots=pool._slots,
             )
 
     # ---- transfers

@@ -12,7 +12,8 @@ import itertools
 import operator
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -22,6 +23,8 @@ class Slots:
     """Allocator of `pages` pages of `page_size` token ids each; page p holds ids p * page_size and on.
 
     Thread safe. A freed page is available at once. A refused call raises ValueError and changes nothing.
+    `taken`: a byte a page, not 0 where it is allocated; always the same memory. `in_use`: whether a page ever
+    was; until then ids are the caller's own.
     """
 
     def __init__(self, pages: int, page_size: int, pool: str) -> None:
@@ -29,16 +32,25 @@ class Slots:
         if pages < 0 or page_size < 1:
             raise ValueError(f"{pool}: expected pages >= 0 and page_size >= 1, got {pages} and {page_size}")
         self.pages, self.page_size, self.pool = pages, page_size, pool
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.in_use = False
+        self.taken = bytearray(pages)
         self._reset()
 
     def _reset(self) -> None:
-        self._taken = bytearray(self.pages)
+        self.taken[:] = bytes(self.pages)
         self._fresh = 0  # pages from here on were never used
         self._ready = array("q")  # sorted batch being handed out
         self._next = 0  # where what is left of it starts
         self._freed = array("q")  # next batch
         self._available = self.pages
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing else changes what is allocated while this is open. Several are opened in the order of the
+        group's pools, and none while transfers are locked."""
+        with self._lock:
+            yield
 
     def available_size(self) -> int:
         """Token ids that can be allocated."""
@@ -93,13 +105,17 @@ class Slots:
         with self._lock:
             self._check_pages("free", pages)
             for page in pages:
-                self._taken[page] = 0
+                self.taken[page] = 0
             self._freed.extend(pages)
             self._available += len(pages)
 
     def idle(self, pages: Iterable[int]) -> int | None:
         """The least of these pages (all of the pool) that is not allocated, or None."""
-        return min((page for page in pages if not self._taken[page]), default=None)
+        return min((page for page in pages if not self.taken[page]), default=None)
+
+    def unallocated(self, pages: Iterable[int]) -> bool:
+        """Whether one of these pages (all of the pool) is not allocated; never while nothing ever was."""
+        return self.in_use and not all(self.taken[page] for page in pages)
 
     def _take(self, count: int) -> list[int]:
         fresh = min(count, self.pages - self._fresh)
@@ -112,8 +128,9 @@ class Slots:
             self._next += len(part)
             taken.extend(part)
         for page in taken:
-            self._taken[page] = 1
+            self.taken[page] = 1
         self._available -= count
+        self.in_use = self.in_use or count > 0
         return sorted(taken)
 
     def _check_pages(self, call: str, pages: Sequence[int]) -> None:
@@ -123,7 +140,7 @@ class Slots:
         if len(set(pages)) != len(pages):
             twice = next(one for one, other in itertools.pairwise(sorted(pages)) if one == other)
             self._refuse(call, f"page {twice} twice", "each page once", "drop the duplicate")
-        idle = next((page for page in pages if not self._taken[page]), None)
+        idle = next((page for page in pages if not self.taken[page]), None)
         if idle is not None:
             got = f"page {idle}, which is not allocated"
             self._refuse(call, got, "allocated pages", "free a page once, and not after clear()")

@@ -189,18 +189,24 @@ class Ticket:
     def wait_layer(self, layer: int, stream: Stream = None) -> None:
         """As `wait`, for one layer of a load, of every pool that has it.
 
-        For a layer of pools that have nothing in this load there is nothing to wait for. Raises ValueError
-        for any other layer that it does not load.
+        For a layer of pools that have nothing in this load, only what pools without layers load is waited
+        for: any layer may need it. Raises ValueError for any other layer that it does not load.
         """
         layers = self.layers
         if layer in layers:
-            end, marks = self._event, self._marks
-            self.reach(end if marks is None else marks.moment(layers.index(layer), end), stream)
-        elif self._order is None or layer not in self._order.others:
+            self._reach_step(layers.index(layer), stream)
+        elif self._order is not None and layer in self._order.others:
+            if self._order.rest is not None:
+                self._reach_step(self._order.rest, stream)
+        else:
             known = ", ".join(map(str, layers)) or "none"
             raise ValueError(
                 f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
             )
+
+    def _reach_step(self, step: int, stream: Stream) -> None:
+        end, marks = self._event, self._marks
+        self.reach(end if marks is None else marks.moment(step, end), stream)
 
     @opaque
     def wait_all(self, stream: Stream = None) -> None:

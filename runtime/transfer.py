@@ -157,7 +157,7 @@ class Transfers:
             found = self._orders.get((*numbers, None)) if order == "layer" else None
             if found is not None:
                 return found
-            known = order == "layer" and any(self.members[n].layers for n in numbers)
+            known = order == "layer" and any(member.layers for member in self.members)
             return self._order(numbers, None) if known else None
         wanted = tuple(layers)
         return self._orders.get((*numbers, wanted)) or self._order(numbers, self._known(numbers, wanted))
@@ -178,7 +178,7 @@ class Transfers:
         `layers` in this order.
 
         Components without layers move with the first layer of their pool; of a pool that has none, with
-        the first layer of all.
+        the first layer of all that move; where none of these has any, with the first one of the group.
         """
         key = (*numbers, layers)
         with self._lock:
@@ -192,6 +192,8 @@ class Transfers:
     def _make_order(self, numbers: Sequence[int], layers: tuple[int, ...] | None) -> Order:
         members = {n: self.members[n] for n in numbers}
         every = together([member.layers for member in members.values()])
+        if members and not every:
+            every = together([member.layers for member in self.members])[:1]
         first = {n: (member.layers or every)[:1] for n, member in members.items()}
         wanted = every if layers is None else layers
         steps = {
@@ -199,7 +201,9 @@ class Transfers:
             for n, member in members.items()
         }
         others = {layer for n, m in enumerate(self.members) if n not in members for layer in m.layers}
-        return Order(wanted, steps, frozenset(others - set(every)))
+        bare = any(not member.layers and not member.empty for member in members.values())
+        rest = wanted.index(every[0]) if bare and every and every[0] in wanted else None
+        return Order(wanted, steps, frozenset(others - set(every)), rest)
 
     # ---- submission
 

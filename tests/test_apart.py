@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolwright.generated import MHATokenToKVPoolHost
-from poolwright.runtime.apart import Rows, meet, rows, sharing
+from poolwright.runtime.apart import Rows, meet, rows, sharing, sharing_between
 
 
 def spread(one: Rows) -> set[int]:
@@ -42,6 +42,14 @@ def test_rows_meet_where_a_byte_is_in_both(every: list[Rows]) -> None:
     found = sharing(every)
     assert (found is not None) == any(both)
     assert found is None or not spread(found[0]).isdisjoint(spread(found[1]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(some_rows(), min_size=1, max_size=3), st.lists(some_rows(), min_size=1, max_size=3))
+def test_only_rows_of_different_owners_count(one: list[Rows], other: list[Rows]) -> None:
+    found = sharing_between({"x": one, "y": other})
+    assert (found is not None) == any(meet(a, b) for a in one for b in other)
+    assert found is None or {each.name for each in found} == {"x.a", "y.a"}
 
 
 def tensors(count: int = 1) -> list[torch.Tensor]:

@@ -10,6 +10,8 @@ import itertools
 import json
 import os
 import random
+import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +30,7 @@ from poolwright.runtime import jit, toolchain
 from poolwright.runtime.driver.simulated import SimulatedDriver
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.pool import HostPool
 from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools import group_cases, verify
 
@@ -270,6 +273,49 @@ def test_a_pool_without_layers_moves_with_the_first_step_of_all(bound: Any) -> N
         state.layers = kept
 
 
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "staged"])
+def test_every_layer_waits_for_a_pool_without_layers(bound: Any, path: str) -> None:
+    """A state of no layer keeps its side bytes: they come first, whichever layer is waited for."""
+    group, tensors = bound
+    state = group._shared.transfers.members[1]
+    kept, state.layers = state.layers, ()  # its other components are of layers that are not asked for
+    side = tensors["state"]["ngram"]
+    stored = side.clone()
+    group.write_back(moves()).wait()
+    try:
+        for names in (("state",), ("kv", "state")):
+            side.fill_(-1)
+            ticket = group.load({name: moves()[name] for name in names}, order="layer", path=path)
+            for layer in FULL:
+                ticket.wait_layer(layer)
+            with pytest.raises(ValueError, match="layer 6 is not told"):
+                ticket.wait_layer(6)
+            ticket.wait()
+            assert torch.equal(side[SLOTS], stored[SLOTS])
+            assert bool((side[[0, 1, 3, 4, 5]] == -1).all())
+    finally:
+        state.layers = kept
+
+
+def test_a_pool_without_layers_is_waited_for_in_the_step_that_moves_it(bound: Any) -> None:
+    """Also by layers of pools that are not moved; where that step is left out, nothing of it moves."""
+    group, _ = bound
+    transfers = group._shared.transfers
+    kv, state = transfers.members
+    kept, kv.layers = kv.layers, ()
+    try:
+        assert transfers._make_order((0,), None)[:1] == ((LINEAR[0],),)
+        assert transfers._make_order((0,), None).rest == 0
+        assert transfers._make_order((0,), None).others == set(LINEAR[1:])
+        assert transfers._make_order((0, 1), (0, 2)).rest == 0
+        assert transfers._make_order((0, 1), (2, 0)).rest == 1
+        assert transfers._make_order((0, 1), (2,)).rest is None
+        assert transfers._make_order((1,), None).rest is None
+    finally:
+        kv.layers = kept
+    assert state.layers == LINEAR
+
+
 # ---- pools that take the ids of another
 
 
@@ -307,6 +353,21 @@ def test_a_pool_that_takes_ids_moves_with_its_source_always() -> None:
         with pytest.raises(ValueError, match=f"no slots of its own: {name} those of target"):
             getattr(draft, name)(*([] if name == "clear" else [torch.arange(P) if name == "free" else P]))
     assert group.available_size() == {"target": 36}
+    group.destroy()
+
+
+def test_pages_of_a_pool_that_takes_ids_are_those_allocated_of_its_source() -> None:
+    group = drafted()
+    both = {
+        "target": {"k": rows(3, 2, 3), "v": rows(3, 2, 5)},
+        "draft": {"k": rows(1, 1, 3), "v": rows(1, 1, 5)},
+    }
+    group.bind(both)
+    group.alloc({"target": 2 * P})
+    ids = torch.tensor([1, 0])
+    group.write_back({"target": (ids, ids)}, "page").wait()
+    with pytest.raises(ValueError, match="target: host page 2 is not allocated"):
+        group.load({"target": (ids + 1, ids)}, "page")
     group.destroy()
 
 
@@ -356,6 +417,116 @@ def test_alloc_takes_all_or_nothing() -> None:
         group.free({"kv": taken["kv"], "state": torch.tensor([4])})
     assert group.available_size() == free
     assert group.free(taken) == {"kv": 3 * P, "state": 2}
+    group.destroy()
+
+
+class Told:
+    """A lock that tells when another thread than the first one asks for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.first, self.asked = lock, threading.get_ident(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self.first:
+            self.asked.set()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+class Meanwhile:
+    """Runs `call` in a thread of its own, once, in the middle of what this thread does: until it is done, or
+    waits for slots of `pool`."""
+
+    def __init__(self, pool: HostPool, call: Callable[[], object]) -> None:
+        self._told = pool._slots._lock = Told(pool._slots._lock)  # type: ignore[assignment]
+        self._thread = threading.Thread(target=self._run, args=(call,))
+        self.outcome: object = None
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            self.outcome = call()
+        except ValueError as error:
+            self.outcome = str(error)
+
+    def __call__(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+            assert self._told.asked.wait(30)
+            self._thread.join(0.3)  # let through at once, it would be over by then
+
+    def end(self) -> object:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+@pytest.mark.parametrize("name", ["kv", "state"])
+def test_a_pool_frees_the_same_pages_in_the_middle_of_a_call_of_the_group(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page is freed once: by the group, all of them; the other call is refused."""
+    group = hybrid()
+    ids = group.alloc({"kv": 2 * P, "state": 1})
+    assert ids is not None
+    pool = group.pools[name]
+    meanwhile = Meanwhile(pool, lambda: pool.free(ids[name]))
+    real, calls = HostPool._freeable, []
+
+    def freeable(one: HostPool, *given: Any) -> list[int]:
+        pages = real(one, *given)
+        calls.append(one.name)
+        if calls == ["kv", "state"]:  # all are checked, none is free
+            meanwhile()
+        return pages
+
+    monkeypatch.setattr(HostPool, "_freeable", freeable)
+    assert group.free(ids) == {"kv": 2 * P, "state": 1}
+    assert "is not allocated" in str(meanwhile.end())
+    assert group.available_size() == {"kv": 9 * P, "state": 5}
+    again = group.alloc({"kv": 9 * P, "state": 5})
+    assert again is not None and all(len(set(each.tolist())) == len(each) for each in again.values())
+    group.destroy()
+
+
+def test_a_pool_allocates_in_the_middle_of_a_call_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the group takes and gives back, since another pool is full, nobody else sees as taken."""
+    group = hybrid()
+    kv = group.pools["kv"]
+    meanwhile = Meanwhile(kv, lambda: kv.alloc(9 * P))
+    real = HostPool.alloc
+
+    def alloc(one: HostPool, count: int) -> torch.Tensor | None:
+        if one.name == "state":  # kv is taken by now
+            meanwhile()
+        return real(one, count)
+
+    monkeypatch.setattr(HostPool, "alloc", alloc)
+    assert group.alloc({"kv": P, "state": 6}) is None
+    taken = meanwhile.end()
+    assert isinstance(taken, torch.Tensor) and taken.numel() == 9 * P
+    group.destroy()
+
+
+def test_clear_takes_the_pages_of_all_pools_at_one_moment() -> None:
+    """A pool that allocates in the middle gets pages of after it."""
+    group = hybrid()
+    group.alloc({"kv": 9 * P, "state": 5})
+    state = group.pools["state"]
+    meanwhile = Meanwhile(state, lambda: state.alloc(5))
+    kv = group.pools["kv"]._slots
+    real = kv.clear
+
+    def clear() -> None:
+        real()
+        meanwhile()
+
+    kv.clear = clear  # type: ignore[method-assign]
+    group.clear()
+    taken = meanwhile.end()
+    assert isinstance(taken, torch.Tensor) and taken.tolist() == list(range(5))
+    assert group.available_size() == {"kv": 9 * P, "state": 0}
     group.destroy()
 
 
@@ -759,6 +930,30 @@ def test_bind_checks_every_pool_before_it_uses_any(bound: Any) -> None:
     with pytest.raises(ValueError, match="no tensors for pool 'state'"):
         group.bind({"kv": tensors["kv"]})
     assert group.kv._bound is before
+
+
+def test_pools_of_a_group_have_no_byte_in_common() -> None:
+    """Refused for the group and for one pool by itself; nothing that was bound changes."""
+    group = drafted()
+    one = torch.zeros(4 * P, 2, 3, dtype=torch.bfloat16)
+    target = {"k": rows(3, 2, 3), "v": rows(3, 2, 5)}
+    draft = {"k": [one.view(-1)[: 4 * P * 3].view(-1, 1, 3)], "v": rows(1, 1, 5)}
+    refused = (
+        "target_draft: bind: draft.k and target.k: a row of each has the same memory; pools of a group need "
+        "tensors of their own"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(refused)}$"):
+        group.bind({"target": {**target, "k": [*rows(2, 2, 3), one]}, "draft": draft})
+    assert group.target._bound is None
+    draft["k"] = rows(1, 1, 3)
+    group.bind({"target": target, "draft": draft})
+    before = group.draft._bound
+    with pytest.raises(ValueError, match=r"draft.v and target.k: a row of each"):
+        group.draft.rebind({**draft, "v": [target["k"][2].view(-1)[: 3 * P * 5].view(-1, 1, 5)]})
+    assert group.draft._bound is before
+    group.rebind({"target": target, "draft": draft})
+    group.draft.rebind(draft)
+    group.destroy()
 
 
 def test_less_aligned_tensors_of_one_pool_are_moved_right() -> None:

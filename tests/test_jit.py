@@ -403,6 +403,23 @@ def test_the_parts_of_a_unit_are_compiled_on_their_own_and_are_one_entry(root: P
     assert starts(root) == 1
 
 
+def test_a_corrupt_entry_counts_as_missing_and_is_built_again_with_a_warning(
+    root: Path, pool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unit = parted(pool)
+    built = jit.cubins(unit, "sm_90")
+    (entry,) = entries(root, "cubin")
+    (root / "cubin" / entry / "second.cubin").write_bytes(b"torn")
+    assert not jit.is_cached(unit, "sm_90")
+    assert caplog.records == []
+    assert jit.cubins(unit, "sm_90") == built
+    said = [record.getMessage() for record in caplog.records]
+    assert [entry in text for text in said] == [True, True]
+    assert "is corrupt: second.cubin has sha256" in said[0] and "building it again" in said[1]
+    assert jit.is_cached(unit, "sm_90")
+    assert starts(root) == 2
+
+
 def test_units_that_differ_in_their_parts_have_different_keys(pool: Path) -> None:
     asked = [replace(parted(pool), parts=parts) for parts in ((), ("first",), ("first", "second"))]
     assert len({jit.request(unit, "cubin", jit.NVRTC_FLAGS, "sm_90").digest for unit in asked}) == 3

@@ -187,10 +187,43 @@ def test_meta_names_and_flat_pages_are_the_same_bytes_in_one_order(kind: Kind) -
         read = [peek(address, nbytes) for address, nbytes in pool.page_ranges(page)]
         flat = pool.get_data_page(torch.tensor(side.ids(page)[0]))
         assert torch.equal(torch.cat(read) if read else flat[:0], flat)
-        views = pool.get_data_page(side.ids(page), flat=False)
+        shaped = pool.get_data_page(side.ids(page), flat=False)
+        views = [as_bytes(shaped)] if isinstance(shaped, torch.Tensor) else shaped
         assert [view.data_ptr() for view in views] == addresses[mine]
         assert all(torch.equal(view, part) for view, part in zip(views, read, strict=True))
     assert len(set(pool.page_object_names)) == each
+
+
+def as_bytes(page: torch.Tensor) -> torch.Tensor:
+    """The bytes of a page that is one component, which leaves no gaps."""
+    assert page.is_contiguous()
+    return page.view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("page_first", (4, 2, 5)),
+        ("page_first_direct", (2, 4, 5)),
+        ("page_record", (4, 2, 5)),
+        ("layer_first", None),
+    ],
+)
+def test_a_page_of_one_component_in_one_range_is_shaped(layout: str, shape: tuple[int, ...] | None) -> None:
+    """The axes of the layout, the dtype of the component, and the memory of the pool."""
+    pool = small("mla", layout, layers=(0, 1))
+    flat = torch.arange(pool.page_bytes).to(torch.uint8)
+    pool.set_from_flat_data_page(4, flat)
+    page = pool.get_data_page(4, flat=False)
+    if shape is None:  # a range for each layer
+        assert [view.dtype for view in page] == [torch.uint8] * 2
+        return
+    assert (tuple(page.shape), page.dtype) == (shape, torch.bfloat16)
+    assert torch.equal(as_bytes(page), flat)
+    page.fill_(1)
+    assert torch.equal(
+        pool.get_data_page(4), torch.ones(shape, dtype=torch.bfloat16).view(-1).view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,8 @@ from conftest import ROOT, Run
 from poolwright.codegen import cli, expr
 from poolwright.codegen.commands.common import InputError
 from poolwright.codegen.plan.config import PlanError, read_config
-from poolwright.codegen.plan.families import FAMILIES, read_model
-from poolwright.codegen.plan.plan import Asked, Plan, make_plan
+from poolwright.codegen.plan.families import CACHES, FAMILIES, read_model
+from poolwright.codegen.plan.plan import Asked, Plan, Planned, make_plan
 from poolwright.codegen.plan.rank import divided_params
 from poolwright.codegen.resolve import Specs, read_specs
 from poolwright.runtime.group import HostPoolGroup
@@ -80,6 +80,26 @@ def test_every_model_type_has_a_tiny_model_and_a_published_config() -> None:
     assert set(FAMILIES) - {"gemma3_text"} == {path.stem for path in CONFIGS.glob("*.json")}
 
 
+def held(one: Planned, page_size: int, tokens: int) -> int:
+    """Bytes of one layer that a sequence of so many tokens fills in the pool."""
+    params, rows = one.params, one.member.rows
+    if one.pool.name == "qsa_indexer":  # entries, one for as many tokens as `ratio`
+        return whole(one, page_size // params["ratio"]) * (tokens // params["ratio"])
+    if one.pool.name == "dsv4_state":  # of the last ring: what is no entry yet, and half of the window before
+        overlap = params["overlap"]
+        rate = params["ring"] // (1 + overlap)
+        slot = whole(one, params["ring"])
+        return slot * (tokens % rate) + overlap * slot // 2 * rate * (tokens >= rate)
+    return whole(one, rows.page(page_size)) * rows.held(tokens)
+
+
+def whole(one: Planned, rows: int) -> int:
+    """Bytes of one of so many equal rows that a page of one layer has."""
+    found, left = divmod(one.size.page_bytes, rows * len(one.member.layers))
+    assert left == 0
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", sorted(tiny_models.TINY))
 def test_the_bytes_are_those_of_the_cache_of_transformers(
@@ -94,11 +114,8 @@ def test_the_bytes_are_those_of_the_cache_of_transformers(
         layers = tiny_models.cache_of(config, tokens).layers
         planned = [0] * len(layers)
         for one in plan.members:
-            rows = one.member.rows
-            row, left = divmod(one.size.page_bytes, rows.page(plan.page_size) * len(one.member.layers))
-            assert left == 0
             for layer in one.member.layers:
-                planned[layer] += row * rows.held(tokens)
+                planned[layer] += held(one, plan.page_size, tokens)
         assert planned == [tiny_models.tensor_bytes(layer) for layer in layers]
 
 
@@ -497,16 +514,17 @@ def test_the_classes_ask_for_what_the_plan_says(name: str, tmp_path: Path, capsy
 def test_every_group_has_the_members_that_plan_gives_it(specs: Specs, tmp_path: Path) -> None:
     """By name and pool, and the parameters that a group fixes are the model's."""
     groups = {group.name: group for group in specs.groups}
-    for name in EXPECTED:
-        for kv in (None, "float8_e4m3fn") if name == "deepseek_v32" else (None,):
-            model = read_model(read_config(written(published(name), tmp_path)), "engine", kv)
-            if model.group is None:
-                assert len(model.members) == 1
-                continue
-            refs = {ref.name: ref for ref in groups[model.group].pools}
-            assert {(one.name, one.pool) for one in model.members} == {
-                (r.name, r.pool) for r in refs.values()
-            }
-            for one in model.members:
-                fixed = {name: expr.evaluate(size, {}) for name, size in refs[one.name].params}
-                assert fixed == {name: one.params[name] for name in fixed}
+    asked = [(name, cache, None) for name in EXPECTED for cache in CACHES]
+    grouped = set()
+    for name, cache, kv in (*asked, ("deepseek_v32", "engine", "float8_e4m3fn")):
+        model = read_model(read_config(written(published(name), tmp_path)), cache, kv)
+        grouped.add(model.group)
+        if model.group is None:
+            assert len(model.members) == 1
+            continue
+        refs = {ref.name: ref for ref in groups[model.group].pools}
+        assert {(one.name, one.pool) for one in model.members} == {(r.name, r.pool) for r in refs.values()}
+        for one in model.members:
+            fixed = {name: expr.evaluate(size, {}) for name, size in refs[one.name].params}
+            assert fixed == {name: one.params[name] for name in fixed}
+    assert grouped >= {"mha_indexer", "dsv4_plain", "dsv32", "dsv4", "dsv32_fp8", None}

@@ -219,6 +219,44 @@ def test_duplicates(pool: Any) -> None:
     pool.load(torch.tensor([2, 2]), torch.tensor([0, 1]), "page").wait()
 
 
+@pytest.mark.parametrize(
+    ("level", "unit", "host"),
+    [
+        ("cheap", "page", [0, 2]),
+        ("full", "page", [0, 2]),
+        ("cheap", "token", ids(0, 2).tolist()),
+        ("full", "token", ids(0, 2).tolist()),
+        ("cheap", "token", [*ids(0).tolist(), *ids(2).tolist()[::-1]]),
+    ],
+)
+def test_host_pages_that_are_not_allocated(pool: Any, level: str, unit: str, host: list[int]) -> None:
+    """Refused in both directions, before anything moves, after `free` and after `clear`."""
+    device = torch.arange(len(host))
+    taken = pool.alloc(3 * PAGE)
+    pool.write_back(torch.tensor(host), device, unit, validate=level).wait()
+    pool.free(taken[2 * PAGE :])
+    before = pool.kv_buffer.clone()
+    message = "mla: host page {} is not allocated; pass what alloc returned"
+    for move in (pool.write_back, pool.load):
+        refused(lambda move=move: move(torch.tensor(host), device, unit, validate=level), message.format(2))
+    pool.clear()
+    for move in (pool.write_back, pool.load):
+        refused(lambda move=move: move(torch.tensor(host), device, unit, validate=level), message.format(0))
+    assert torch.equal(pool.kv_buffer, before)
+    pool.load(torch.tensor(host), device, unit, validate="off").wait()
+
+
+def test_ids_of_the_caller_are_not_looked_up(pool: Any) -> None:
+    """A pool whose slots nobody asks for takes every id; from the first allocation on, its own."""
+    pool.write_back(torch.tensor([5]), torch.tensor([0]), "page").wait()
+    assert pool.alloc(0).numel() == 0
+    pool.load(torch.tensor([5]), torch.tensor([0]), "page").wait()
+    pool.alloc(PAGE)
+    with pytest.raises(ValueError, match="page 5 is not allocated"):
+        pool.load(torch.tensor([5]), torch.tensor([0]), "page")
+    pool.load(torch.tensor([0]), torch.tensor([0]), "page").wait()
+
+
 def test_wrong_id_tensors(pool: Any) -> None:
     good = torch.tensor([0])
     refused(

@@ -55,9 +55,8 @@ Size = int | Split | tuple[int | Split, ...]
 class Rows:
     """How many rows of a layer a sequence has, and how a page holds them.
 
-    `kind`: ``token`` one a token; ``entry`` one for every `number` tokens; ``window`` one for each of the
-    last `number` tokens; ``open`` the tokens behind the last full `number`; ``last`` always `number`;
-    ``slot`` one a state.
+    `kind`: ``token`` one a token, or an entry for every `number` tokens of a page; ``window`` one for each
+    of the last `number` tokens; ``slot`` one a state.
     """
 
     kind: str
@@ -66,29 +65,20 @@ class Rows:
     @property
     def grows(self) -> bool:
         """Whether every token of the history keeps rows, or only the place where it can be resumed."""
-        return self.kind in ("token", "entry")
+        return self.kind == "token"
 
     def held(self, tokens: int) -> int:
         """Rows of one layer that a sequence of so many tokens has."""
-        return {
-            "token": tokens,
-            "entry": tokens // self.number,
-            "window": min(tokens, self.number),
-            "open": tokens % self.number,
-            "last": self.number if tokens >= self.number else 0,
-            "slot": 1,
-        }[self.kind]
+        return {"token": tokens, "window": min(tokens, self.number), "slot": 1}[self.kind]
 
     def page(self, page_size: int) -> int:
-        """Rows of a page when a page of tokens has `page_size`. Raises PlanError where none fits whole."""
-        if self.kind == "entry":
-            if page_size % self.number:
-                raise PlanError(
-                    f"--page-size {page_size}: one row stands for {self.number} tokens, so a page needs a "
-                    f"multiple of {self.number}"
-                )
-            return page_size // self.number
-        return {"token": page_size, "window": page_size, "slot": 1}.get(self.kind, self.number)
+        """Rows of a page when a page of tokens has `page_size`. Raises PlanError unless entries fit."""
+        if self.kind == "token" and page_size % self.number:
+            raise PlanError(
+                f"--page-size {page_size}: one entry stands for {self.number} tokens, so a page needs a "
+                f"multiple of {self.number}"
+            )
+        return 1 if self.kind == "slot" else page_size
 
     def pages_of_state(self, page_size: int) -> int:
         """Pages that one place to resume at takes."""

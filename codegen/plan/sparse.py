@@ -47,7 +47,7 @@ def deepseek_v32(config: Config, cache: str, kv: str | None) -> Model:
         dtype = model_dtype(config)
         expanded = Member("kv", "mha", "expanded keys and values", layers, params, {"kv": dtype})
         keys = _keys("indexer", "indexer keys", layers, width, dtype)
-        return Model((expanded, keys), divided=(query,), notes=notes)
+        return Model((expanded, keys), "mha_indexer", (query,), notes=notes)
     indexer = _indexer("indexer", layers, width)
     if kv == "float8_e4m3fn":
         # Sparse attention reads quantised latents as rows with their scales and a rotary part of 16 bits.
@@ -122,9 +122,9 @@ def _v4_rows(config: Config, kinds: tuple[str, ...], window: int) -> Model:
         Member("kv", "logical", "ids of the history, no bytes", (), {}, {}),
         Member("window", "logical", "ids of the window, no bytes", (), {}, {}, rows),
         _v4_paged("swa", f"a window of {window:,} tokens", every, 1, rows),
-        _v4_paged("c4", "one entry for 4 tokens", sparse, 4, TOKEN),
+        _v4_paged("c4", "one entry for 4 tokens", sparse, 4, Rows("token", 4)),
         _indexer("c4_indexer", sparse, index, 4),
-        _v4_paged("c128", "one entry for 128 tokens", heavy, 128, TOKEN),
+        _v4_paged("c128", "one entry for 128 tokens", heavy, 128, Rows("token", 128)),
         _v4_state("c4_state", sparse, width, rows),
         _v4_state("indexer_state", sparse, index, rows),
     )
@@ -141,30 +141,41 @@ def _v4_state(name: str, layers: tuple[int, ...], width: int, rows: Rows) -> Mem
 
 
 def _v4_plain(config: Config, kinds: tuple[str, ...], window: int) -> Model:
-    """The cache object's own tensors; layers that compress have keys and values of the window in one."""
+    """The cache object's own tensors; layers that compress have keys and values of the window in one.
+
+    A compressor keeps the inputs and gates of tokens that are no entry yet, beside the window that they are
+    in: one ring of states a page. Sparse compressors overlap: their rings hold the window before as well.
+    """
     width, index, dtype = config.size("head_dim"), config.size("index_head_dim"), model_dtype(config)
-    rates = _v4_rates(config)
-    sparse, heavy = (ids(kinds, SPARSE), rates[0]), (ids(kinds, HEAVY), rates[1])
-    last = Rows("last", rates[0])
-    held, window_only = Rows("window", window - 1), f"a window of {window - 1:,} tokens"
-    members = [
-        _pairs("sliding", window_only, ids(kinds, WINDOW), width, dtype, held),
-        _keys("window", window_only, ids(kinds, SPARSE, HEAVY), width, dtype, held),
-        *_v4_compressed("heavy", *heavy, width, width, dtype),
-        *_v4_compressed("sparse", *sparse, width, 2 * width, dtype),
-        _pairs("sparse_overlap", "the window before", sparse[0], width, dtype, last),
-        *_v4_compressed("indexer", *sparse, index, 2 * index, dtype),
-        _pairs("indexer_overlap", "the window before", sparse[0], index, dtype, last),
-    ]
-    return Model(tuple(member for member in members if member.layers))
+    sparse_rate, heavy_rate = _v4_rates(config)
+    sparse, heavy = ids(kinds, SPARSE), ids(kinds, HEAVY)
+    rows, holds = Rows("window", window - 1), f"a window of {window - 1:,} tokens"
+    latents: dict[str, Size] = {"kv_lora_rank": width, "qk_rope_head_dim": 0}
+    members = (
+        Member("kv", "logical", "ids of the history, no bytes", (), {}, {}),
+        _pairs("sliding", holds, ids(kinds, WINDOW), width, dtype, rows),
+        Member("window", "mla", holds, ids(kinds, SPARSE, HEAVY), latents, {"kv": dtype}, rows),
+        _v4_entries("c4", sparse, sparse_rate, width, dtype),
+        _v4_open("c4_state", sparse, sparse_rate, width, 1, dtype, rows),
+        _v4_entries("c4_index", sparse, sparse_rate, index, dtype),
+        _v4_open("c4_index_state", sparse, sparse_rate, index, 1, dtype, rows),
+        _v4_entries("c128", heavy, heavy_rate, width, dtype),
+        _v4_open("c128_state", heavy, heavy_rate, width, 0, dtype, rows),
+    )
+    return Model(members, "dsv4_plain")
 
 
-def _v4_compressed(
-    name: str, layers: tuple[int, ...], rate: int, width: int, open_width: int, dtype: str
-) -> tuple[Member, Member]:
-    """Entries, and the inputs and gates of the tokens that are no entry yet."""
-    entries = _keys(name, f"one entry for {rate} tokens", layers, width, dtype, Rows("entry", rate))
-    return entries, _pairs(f"{name}_open", "no entry yet", layers, open_width, dtype, Rows("open", rate))
+def _v4_entries(name: str, layers: tuple[int, ...], rate: int, width: int, dtype: str) -> Member:
+    params: dict[str, Size] = {"head_dim": width, "ratio": rate}
+    rows, holds = Rows("token", rate), f"one entry for {rate} tokens"
+    return Member(name, "qsa_indexer", holds, layers, params, {"key": dtype}, rows)
+
+
+def _v4_open(
+    name: str, layers: tuple[int, ...], rate: int, width: int, overlap: int, dtype: str, rows: Rows
+) -> Member:
+    params: dict[str, Size] = {"head_dim": width, "overlap": overlap, "ring": rate * (1 + overlap)}
+    return Member(name, "dsv4_state", "tokens that are no entry yet", layers, params, {"state": dtype}, rows)
 
 
 # ---- shapes -----------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from poolwright.runtime import jit
 UNIT = jit.Unit("runtime", Path(__file__).resolve().parent / "submit.cpp")
 
 # `Wrong` and `Ask` in submit.cpp.
-NOT_WHOLE, HOST_OUTSIDE, DEVICE_OUTSIDE, RESERVED, HOST_TWICE, DEVICE_TWICE = range(-1, -7, -1)
-HOST_WIDE, DEVICE_WIDE, BY_TOKEN, HOST_ONCE, DEVICE_ONCE = 1, 2, 4, 8, 16
+NOT_WHOLE, HOST_OUTSIDE, DEVICE_OUTSIDE, RESERVED, HOST_TWICE, DEVICE_TWICE, HOST_IDLE = range(-1, -8, -1)
+HOST_WIDE, DEVICE_WIDE, BY_TOKEN, HOST_ONCE, DEVICE_ONCE, ALLOCATED = 1, 2, 4, 8, 16, 32
 
 
 @functools.cache
@@ -73,18 +73,30 @@ _DONE = (0, 0)
 
 
 class PageCheck:
-    """Checks lists of pages of one pool; `at` is the address of its limits, `call` takes it first."""
+    """Checks lists of pages of one pool; `at` is the address of its limits, `call` takes it first.
+
+    `taken`: a byte for each host page, looked up where `ALLOCATED` is asked; it keeps its size.
+    """
 
     __slots__ = ("_kept", "at", "call")
 
-    def __init__(self, page_size: int, host_pages: int, device_pages: int, reserved: Sequence[int]) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        host_pages: int,
+        device_pages: int,
+        reserved: Sequence[int],
+        taken: bytearray | None = None,
+    ) -> None:
         marks = [array("Q", (0,)) * (pages // 64 + 1) for pages in (host_pages, device_pages)]
         refused = array("Q", reserved)
         host, device = (each.buffer_info()[0] for each in marks)
+        flags = (ctypes.c_char * len(taken)).from_buffer(taken) if taken else None
+        known = 0 if flags is None else ctypes.addressof(flags)
         words = (page_size, host_pages, host, device_pages, device, len(refused), refused.buffer_info()[0])
-        limits = array("Q", words)
+        limits = array("Q", (*words, known))
         self.call, self.at = _pages_of(), limits.buffer_info()[0]
-        self._kept = limits, marks, refused
+        self._kept = limits, marks, refused, flags
 
 
 Run = tuple[int, int, int, int, int]

@@ -20,12 +20,13 @@ struct Limits {
   Side sides[2];
   u64 reserved_count;
   const u64* reserved;  // device pages
+  const unsigned char* taken;  // a byte for each host page, not 0 where it is allocated
 };
 
 // What is wrong, as `pages_of` tells it; the device's number is the host's and one.
-enum Wrong : i64 { not_whole = -1, outside = -2, reserved = -4, twice = -5 };
+enum Wrong : i64 { not_whole = -1, outside = -2, reserved = -4, twice = -5, idle = -7 };
 
-enum Ask : u64 { host_wide = 1, device_wide = 2, by_token = 4, host_once = 8, device_once = 16 };
+enum Ask : u64 { host_wide = 1, device_wide = 2, by_token = 4, host_once = 8, device_once = 16, allocated = 32 };
 
 // Page ids of whole pages of `size` ids each, which stand together and in order. An id that is no page number
 // of 32 bits becomes one that is outside of every pool.
@@ -101,6 +102,11 @@ extern "C" i64 pages_of(const Limits* limits, const void* host, const void* devi
       for (u64 i = 0; i < count; ++i) {
         if (there[i] == limits->reserved[r]) return reserved;
       }
+    }
+  }
+  if (ask & allocated) {
+    for (u64 i = 0; i < count; ++i) {
+      if (!limits->taken[out[i]]) return idle;
     }
   }
   const bool host_again = mark(limits->sides[0], out, count) != count;

@@ -14,6 +14,7 @@ from poolwright.runtime.parts import slot_align, slots_of
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.tools import oracle
+from poolwright.runtime.tools.expected import Contents, equal, places
 from poolwright.runtime.tools.samples import Sample, arguments, takes_page_size
 
 COUNTS = (1, 63, 64, 65, 128, 129)
@@ -107,10 +108,13 @@ class Bench:
             *self._facts, form, self.device_pages, self.pool.lists, sample.shift, self.pool.device
         )
         self._random = torch.Generator().manual_seed(20)
-        self._padding = torch.ones(self.host.nbytes, dtype=torch.bool)
+        padding = torch.ones(self.host.nbytes, dtype=torch.bool)
         for at in self.host.bytes:
-            self._padding[at.at] = False
-        self._places = {at.name: at for at in self.device.bytes}
+            padding[at.at] = False
+        # Padding is zero, as it always is: the copy engine takes it along with a page.
+        self._fillings = Contents(self.host.nbytes, self._random, padding)
+        self._arenas = Contents(self.device.arena.numel(), self._random)
+        self._places = places(self.host.bytes, self.device.bytes)
 
     def close(self) -> None:
         """Give the pool's memory back."""
@@ -122,7 +126,9 @@ class Bench:
         """Everything that can be compared without a transfer, one text each."""
         yield self._paths()
         for pages in (1, 3, self.host_pages):
-            found = oracle.host(*self._facts, self.pool.layout, pages)
+            found = self.host
+            if pages != self.host_pages:
+                found = oracle.host(*self._facts, self.pool.layout, pages)
             layout = self.pool.host_layout(pages)
             yield self._layout(layout, found, pages)
             yield self._ranges(layout, found, pages)
@@ -213,7 +219,7 @@ class Bench:
         if pool.staging_pages != STAGING_PAGES:
             return f"staging pages: expected {STAGING_PAGES}, got {pool.staging_pages}"
         found = oracle.host(*self._facts, pool.layout, pool.staging_pages)
-        pool.staging.tensor.copy_(self._bytes(pool.staging.nbytes))
+        pool.staging.tensor.copy_(Contents(pool.staging.nbytes, self._random).next())
         memory = pool.staging.tensor.cpu()
         for part in oracle.parts(*self._facts[:3]):
             expected = next((at for at in found.bytes if at.name == part.name), None)
@@ -330,8 +336,7 @@ class Bench:
 
     def begin(self, case: Case) -> Before:
         """Fill both sides anew; what they hold, and the ids to hand over."""
-        host, arena = self._bytes(self.host.nbytes), self._bytes(self.device.arena.numel())
-        host[self._padding] = 0  # as it always is: the copy engine takes it along with a page
+        host, arena = self._fillings.next(), self._arenas.next()
         self.pool.kv_buffer.copy_(host)
         self.device.arena.copy_(arena)
         ids = self._lists(case)
@@ -370,34 +375,34 @@ class Bench:
     ) -> None:
         """What the transfer has to do, on the bytes from before it."""
         size = self.pool.page_size if case.unit == "token" else 1
-        pages = host_ids.long() // size, device_ids.long() // size
-        tokens = host_ids.long() % size, device_ids.long() % size
+        tokens = [(ids.long() // size, ids.long() % size) for ids in (host_ids, device_ids)]
+        # Each pair of pages once: what has no tokens would be moved again for every token of its page.
+        pairs = sorted(set(zip(tokens[0][0].tolist(), tokens[1][0].tolist(), strict=True)))
+        pages = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
         first_only = case.layers is not None and not {*self.pool.layers[:1]} <= {*case.layers}
-        for at in self.host.bytes:
-            there = self._places[at.name]
-            by_token = case.unit == "token" and "token" in at.axes
-            here = at.at[pages[0], tokens[0]] if by_token else at.at[pages[0]]
-            over = there.at[pages[1], tokens[1]] if by_token else there.at[pages[1]]
-            if "layer" in at.axes:
-                axis = at.axes.index("layer") - by_token
-                over = over.movedim(axis, 0)
-                here = here.movedim(axis, 0)
+        for place in self._places:
+            by_token = case.unit == "token" and "token" in place.axes
+            here = place.host[tokens[0]] if by_token else place.host[pages[0]]
+            over = place.device[tokens[1]] if by_token else place.device[pages[1]]
+            if "layer" in place.axes:
                 if case.layers is not None:
-                    mine = self.pool.lists[at.layers or ""]
+                    mine = self.pool.lists[place.layers or ""]
                     chosen = [mine.index(layer) for layer in case.layers if layer in mine]
-                    here, over = here[chosen], over[chosen]
+                    axis = place.axes.index("layer") - by_token
+                    rows = torch.tensor(chosen, dtype=torch.int64)
+                    here, over = here.index_select(axis, rows), over.index_select(axis, rows)
             elif first_only:
                 continue  # a component without layers comes with the first one
             if case.direction == "write_back":
-                host[here] = arena[over]
+                place.move(arena, over, host, here)
             else:
-                arena[over] = host[here]
+                place.move(host, here, arena, over)
 
     def _compare(self, case: Case, host: torch.Tensor, arena: torch.Tensor) -> str:
         found = self.pool.kv_buffer, self.device.arena.cpu()
         places = self.host.bytes, self.device.bytes
         for side, here, expected, known in zip(("host", "device"), found, (host, arena), places, strict=True):
-            if not torch.equal(here, expected):
+            if not equal(here, expected):
                 at = int((here != expected).nonzero()[0])
                 place = where(known, at, "padding" if side == "host" else "guard or another tensor")
                 return (
@@ -406,10 +411,6 @@ class Bench:
                 )
         broken = self.pool.overwritten_guard()
         return f"{case.label}: {broken}" if broken else ""
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        words = torch.empty(count // 8 + 1, dtype=torch.int64).random_(generator=self._random)
-        return words.view(torch.uint8)[:count]
 
 
 def range_starts(of: PageRanges) -> list[int]:
