@@ -186,8 +186,8 @@ def both_ways(window: Window, shape: Shape, pages: int, repeats: int) -> Iterato
     """Write-back and load at once, of different pages; `speed` is the sum."""
     rig = Rig(shape, 2 * pages, "cuda:0")
     host, device = rig.lists(2 * pages, "scattered")
-    out = dict(ways(rig, "write_back", host[:pages], device[:pages], window.front))
-    inward = dict(ways(rig, "load", host[pages:], device[pages:], window.front))
+    out = dict(ways(rig, "write_back", host[:pages], device[:pages]))
+    inward = dict(ways(rig, "load", host[pages:], device[pages:]))
     total = pages * shape.page_bytes
     times = max(3, round(0.1 * FAST / total))
     names = [name for name in out if name in inward and not name.startswith("sglang") and name != ONE_BY_ONE]
