@@ -42,7 +42,7 @@ def _pages_of() -> Any:
 class Functions(ctypes.Structure):
     """Addresses of functions of the CUDA driver, as `Functions` in submit.cpp."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("capturing", "record", "wait"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("capturing", "record", "wait", "launch"))
 
 
 REFUSED = 1
@@ -70,6 +70,29 @@ class Enter:
 
 
 _DONE = (0, 0)
+
+
+class LaunchKernel:
+    """Launches `function` in blocks of `block` threads, through `functions` of the driver.
+
+    `parameters`: the address of the array of its parameters' addresses. Called with stream, number of blocks,
+    and an event to record behind the launch, or 0. Returns where it stopped and the driver's error, (0, 0)
+    when all is done; `REFUSED`: it was not launched.
+    """
+
+    __slots__ = ("_at", "_call", "_functions", "_kept")
+
+    def __init__(self, functions: Functions, function: int, block: int, parameters: int) -> None:
+        call: Any = library()["launch"]
+        pointer, word = ctypes.c_void_p, ctypes.c_uint64
+        call.argtypes, call.restype = [pointer, pointer, pointer, word, pointer], ctypes.c_int64
+        kernel = array("Q", (function, block, parameters))
+        self._functions, self._at = ctypes.addressof(functions), kernel.buffer_info()[0]
+        self._kept, self._call = (functions, kernel), call
+
+    def __call__(self, stream: int, grid: int, event: int) -> tuple[int, int]:
+        found = self._call(self._functions, self._at, stream, grid, event)
+        return divmod(found, 1 << 32) if found else _DONE
 
 
 class PageCheck:
