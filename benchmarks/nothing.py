@@ -43,10 +43,10 @@ class NoKernels:
         return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
-        call = native.LaunchKernel(_functions(), 1, 512, ctypes.addressof(params.pointers))
+        kernel = native.LaunchKernel(_functions(), 1, 512, ctypes.addressof(params.pointers))
 
         def launch(stream: Stream, grid: int, event: int = 0) -> None:
-            call(stream, grid, event)
+            kernel.call(stream, grid, event)
 
         return launch
 
@@ -77,7 +77,7 @@ class NoDriver(HostDriver):
         return 0
 
     def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
-        self._enter(stream, other, 0 if before is None else before.number)
+        self._enter.call(stream, other, 0 if before is None else before.number)
 
     def launch(self, launch: Any, stream: Stream, grid: int) -> Event:
         event = self.record(stream)

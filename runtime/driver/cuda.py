@@ -84,12 +84,13 @@ class CudaKernels:
 
     def prepare(self, name: str, params: Parameters) -> Launch:
         function, pointers = int(self._functions[name]), ctypes.addressof(params.pointers)
-        call = native.LaunchKernel(_functions(), function, self.block, pointers)
+        kernel = native.LaunchKernel(_functions(), function, self.block, pointers)
         result = self._result
 
         def launch(stream: Stream, grid: int, event: int = 0) -> None:
-            stage, code = call(stream, grid, event)
-            if stage:
+            found = kernel.call(stream, grid, event)
+            if found:
+                stage, code = native.stopped(found)
                 what = f"launch {name}" if stage == native.REFUSED else f"record an event behind {name}"
                 _check((result(code), None), what)
 
@@ -159,12 +160,14 @@ class CudaDriver:
 
     def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
         other = other if type(other) is int else other.cuda_stream
-        stage, code = self._enter(stream, other, 0 if before is None else before.number)
+        found = self._enter.call(stream, other, 0 if before is None else before.number)
+        if not found:
+            return
+        stage, code = native.stopped(found)
         if stage == native.REFUSED:
             self.admit(other, what)
             raise NotAdmitted(f"{what}: a stream does not say whether it is captured: CUDA error {code}")
-        if stage:
-            _check((self._api.CUresult(code), None), "wait for earlier work")
+        _check((self._api.CUresult(code), None), "wait for earlier work")
 
     def allocate(self, nbytes: int) -> Memory:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)

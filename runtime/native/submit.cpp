@@ -227,7 +227,7 @@ enum Stage : i64 { refused = i64(1) << 32, failed = i64(2) << 32 };
 
 // Puts `stream` behind everything that is in `other`, by event `between`, and behind event `before` (null: none).
 // Returns 0; `refused` when `other` is being captured, or does not say, and nothing was done; `failed`.
-extern "C" i64 enter(const Functions* driver, void* stream, void* other, void* between, void* before) {
+extern "C" i64 enter(const Functions* driver, void* between, void* stream, void* other, void* before) {
   int status = 0;
   int code = driver->capturing(other, &status);
   if (code != 0 || status != 0) return refused | code;
