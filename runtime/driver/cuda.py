@@ -210,9 +210,12 @@ class CudaDriver:
             work()
 
     def launch(self, launch: Any, stream: Stream, grid: int) -> Event:
-        events = self._events
-        event = CudaEvent(*(events.pop() if events else self._new_event(2)), events)
-        launch(stream, grid, event.number)
+        try:
+            handle, number = self._events.pop()  # asking first would be a race: any thread may take one
+        except IndexError:
+            handle, number = self._new_event(2)
+        event = CudaEvent(handle, number, self._events)
+        launch(stream, grid, number)
         return event
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
