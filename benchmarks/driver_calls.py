@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from poolwright.runtime.driver.cuda import CudaDriver, _batch_copy
+from poolwright.runtime import native
+from poolwright.runtime.driver.cuda import CudaDriver, _batch_copy, _functions
 
 ROUNDS, CALLS = 15, 200
 LAUNCHES = (64, 1024, 4000)
@@ -80,6 +81,7 @@ def launches(stream: int, library: ctypes.CDLL) -> Iterator[Row]:
 
     module = _module()
     foreign = _foreign(library, "cuLaunchKernel", "puuuuuuuppp")
+    event = int(_checked(driver.cuEventCreate(2)))
     for nbytes in LAUNCHES:
         block = (ctypes.c_uint8 * nbytes)()
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
@@ -93,6 +95,12 @@ def launches(stream: int, library: ctypes.CDLL) -> Iterator[Row]:
             return foreign(function, 4, 1, 1, 512, 1, 1, 0, stream, at, None)
 
         yield f"launch, {nbytes} bytes of parameters", bound, raw
+        kernel = native.LaunchKernel(_functions(), int(function), 512, at)
+
+        def told(kernel: native.LaunchKernel = kernel, kept: object = (block, pointers)) -> object:
+            return kernel.call(stream, 4, event)
+
+        yield f"launch, {nbytes} bytes of parameters, and an event: compiled", None, told
 
 
 def events(stream: int, library: ctypes.CDLL) -> Iterator[Row]:

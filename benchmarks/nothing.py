@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from poolwright.runtime import jit, native
 from poolwright.runtime.driver import Event, Launch, Parameters, Stream, Windows, sizes
@@ -23,6 +24,13 @@ def _nothing(*_: object) -> None:
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
+@functools.cache
+def _functions() -> native.Functions:
+    unit = jit.Unit("nothing", Path(__file__).with_suffix(".cpp"))
+    function = ctypes.cast(jit.load_host(jit.host_libraries([unit])[0])["nothing"], ctypes.c_void_p).value
+    return native.Functions(*[function] * 4)
+
+
 class NoKernels:
     """Launches nothing."""
 
@@ -35,7 +43,12 @@ class NoKernels:
         return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
-        return lambda stream, grid: None
+        kernel = native.LaunchKernel(_functions(), 1, 512, ctypes.addressof(params.pointers))
+
+        def launch(stream: Stream, grid: int, event: int = 0) -> None:
+            kernel.call(stream, grid, event)
+
+        return launch
 
 
 class NoDriver(HostDriver):
@@ -47,9 +60,7 @@ class NoDriver(HostDriver):
         self._events: list[tuple[object, int]] = []
         self._followed: dict[int, object] = {}
         self._batch = BatchCopy(lambda *_: 0, 8)
-        unit = jit.Unit("nothing", Path(__file__).with_suffix(".cpp"))
-        function = ctypes.cast(jit.load_host(jit.host_libraries([unit])[0])["nothing"], ctypes.c_void_p).value
-        self._enter = native.Enter(native.Functions(*[function] * 3), 1)
+        self._enter = native.Enter(_functions(), 1)
 
     def kernels(
         self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
@@ -66,7 +77,12 @@ class NoDriver(HostDriver):
         return 0
 
     def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
-        self._enter(stream, other, 0 if before is None else before.number)
+        self._enter.call(stream, other, 0 if before is None else before.number)
+
+    def launch(self, launch: Any, stream: Stream, grid: int) -> Event:
+        event = self.record(stream)
+        launch(stream, grid, event.number)
+        return event
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
         handle, number = self._events.pop() if self._events else (object(), 1)

@@ -116,7 +116,12 @@ def batch(
         raise ValueError(f"{limits.pool}: validate: expected one of {', '.join(LEVELS)}, got {level!r}")
     if unit not in UNITS:
         raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
-    host_wide, device_wide = _wide(limits, "host ids", host), _wide(limits, "device ids", device)
+    host_wide = _WIDE.get(host.dtype) if isinstance(host, torch.Tensor) else None
+    device_wide = _WIDE.get(device.dtype) if isinstance(device, torch.Tensor) else None
+    if host_wide is None or host.dim() != 1:
+        raise _not_a_list(limits, "host ids", host)
+    if device_wide is None or device.dim() != 1:
+        raise _not_a_list(limits, "device ids", device)
     if not host.is_cpu:
         raise ValueError(
             f"{limits.pool}: host ids: expected a CPU tensor, got {host.device}; keep them on the CPU"
@@ -154,15 +159,8 @@ def batch(
     raise _refused(limits, host, device, runs, unit)
 
 
-def _wide(limits: Limits, name: str, ids: torch.Tensor) -> bool:
-    """Whether a list has 64-bit ids. Raises ValueError for what is no list of ids."""
-    wide = _WIDE.get(ids.dtype) if isinstance(ids, torch.Tensor) else None
-    if wide is None or ids.dim() != 1:
-        raise _not_a_list(limits, name, ids)
-    return wide
-
-
 def _not_a_list(limits: Limits, name: str, ids: object) -> ValueError:
+    """Why `ids` are no list of ids."""
     if not isinstance(ids, torch.Tensor):
         return ValueError(f"{limits.pool}: {name}: expected a tensor, got {type(ids).__name__}")
     if ids.dtype not in _WIDE:

@@ -103,15 +103,25 @@ class Launcher:
         self._used: list[int] = []
 
     def launch(
-        self, direction: str, purpose: str, parts: Sequence[Part], stream: Stream, keep: list[object]
-    ) -> None:
-        """Move all ids of all parts at once.
+        self,
+        direction: str,
+        purpose: str,
+        parts: Sequence[Part],
+        stream: Stream,
+        keep: list[object],
+        told: bool = False,
+    ) -> Event:
+        """Move all ids of all parts at once. Returns the event behind it if it is to be `told`, else None.
 
         `keep` takes what must stay alive until the launch has run, also when it fails.
         """
         unit, nbytes = self._fill(parts, stream, keep)
         ready = self._ready.get((direction, False, unit)) or self._prepare(direction, False, unit)
-        ready(stream, self._kernels.grid(purpose, nbytes))
+        grid = self._kernels.grid(purpose, nbytes)
+        if told:
+            return self._driver.launch(ready, stream, grid)
+        ready(stream, grid)
+        return None
 
     def launch_steps(
         self, direction: str, purpose: str, part: Part, stream: Stream, keep: list[object]
@@ -125,13 +135,13 @@ class Launcher:
         launch(stream, self._kernels.grid(purpose, steps * step_bytes))
 
     def load_layers(
-        self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int, counters: int
-    ) -> tuple[Cut, Event]:
+        self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int, counters: int, told: bool
+    ) -> tuple[Cut, Event, Event]:
         """Load all ids of all parts in so many steps in layer order, counted from address `counters` on.
 
         Counters are as good as events, but a stream sees them later: the first steps are a launch of their
         own with an event, and the last ones are told by whatever event follows all of it. `keep` as above.
-        Returns the cut, and the event after its first steps.
+        Returns the cut, the event after its first steps, and that after all of it if it is to be `told`.
         """
         unit, step_bytes = self._fill(parts, stream, keep)
         launch = self._ready.get(("load", True, unit)) or self._prepare("load", True, unit)
@@ -139,13 +149,16 @@ class Launcher:
         event: Event = None
         if cut.first:
             self._steps.value, self._window.value, self._done.value = cut.first, cut.first, 0
-            launch(stream, cut.grid_first)
-            event = self._driver.record(stream)
+            event = self._driver.launch(launch, stream, cut.grid_first)
             self._go_on(parts, cut.first)
         self._steps.value, self._window.value = cut.left, cut.each
         self._done.value = counters + 4 * cut.first if cut.counted else 0
-        launch(stream, cut.grid)
-        return cut, event
+        end: Event = None
+        if told:
+            end = self._driver.launch(launch, stream, cut.grid)
+        else:
+            launch(stream, cut.grid)
+        return cut, event, end
 
     def _cut(self, step_bytes: int, steps: int) -> Cut:
         """How a load of so many steps, of so many bytes each, is cut."""

@@ -583,7 +583,7 @@ class HostPool(Pages):
     def _batch(
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool
     ) -> indices.Batch:
-        self._alive()
+        self._shared.alive(self.name)
         if self._limits is None:
             raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
         return indices.batch(self._limits, host, device, unit, validate, writes_host)

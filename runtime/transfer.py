@@ -242,7 +242,8 @@ class Transfers:
                 if on_device:  # ids may come from another stream than the rows
                     driver.follow(stream, driver.current_stream())
                 began = driver.record(stream, timed=True) if timed else None
-                captured, marks, end = self._run(direction, moves, stream, order, keep)
+                alone = not (checked or timed)  # nothing comes behind the last launch but its event
+                captured, marks, end, event = self._run(direction, moves, stream, order, keep, alone)
                 verdict = None
                 if checked:
                     captured = marks = None  # see Note [Comparing in order]
@@ -250,7 +251,8 @@ class Transfers:
                         driver.follow(stream, end)
                         end = stream
                     verdict = self._compare(direction, moves, stream, order, keep)
-                event = driver.record(end, timed=timed)
+                if event is None:
+                    event = driver.record(end, timed=timed)
                 if end != stream:
                     self._copying = event
             except NotAdmitted:
@@ -302,9 +304,11 @@ class Transfers:
         stream: Stream,
         order: Order | None,
         keep: list[object],
-    ) -> tuple[Event, LayerMarks | LayerEvents | None, Stream]:
+        told: bool,
+    ) -> tuple[Event, LayerMarks | LayerEvents | None, Stream, Event]:
         """Each path once for all members that take it; the event after which rows are captured (None: all
-        of it), progress by layer, and the stream at whose end everything is done.
+        of it), progress by layer, the stream at whose end everything is done, and the event there if it is to
+        be `told` and a launch is the last.
 
         The launch that counts layers comes after everything else of its stream but staged members, whose
         events come last: a layer that is told is there whatever path a member took. Rows are gathered before
@@ -328,9 +332,10 @@ class Transfers:
             else:
                 self._indexing(direction, move, stream, order)
         if direct and not staged and order is None:
-            self._launcher_in_use().launch(direction, direction, direct, stream, keep)
-            return None, None, stream
+            launch = self._launcher_in_use().launch
+            return None, None, stream, launch(direction, direction, direct, stream, keep, told)
         captured: Event = None
+        event: Event = None
         marks: LayerMarks | LayerEvents | None = None
         gathers = bool(staged) and direction == "write_back"
         if gathers:
@@ -338,35 +343,38 @@ class Transfers:
         if direct and order is None:
             self._launcher_in_use().launch(direction, direction, direct, stream, keep)
         elif direct and order is not None:
-            marks = self._in_layer_order(direct, stream, len(order.layers), keep)
+            told = told and not staged
+            marks, event = self._in_layer_order(direct, stream, len(order.layers), keep, told)
         if gathers:
             if direct:
                 captured = self._driver.record(stream)
                 self._driver.wait(self._out, captured)
-            return captured, None, self._out
+            return captured, None, self._out, None
         if staged:
             # In layer order they come last, so that their events stand for what others moved, too.
             marks = self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep, order)
-        return captured, marks, stream
+        return captured, marks, stream, event
 
     def _launcher_in_use(self) -> Launcher:
         assert self._launcher is not None
         return self._launcher
 
     def _in_layer_order(
-        self, parts: Sequence[Part], stream: Stream, steps: int, keep: list[object]
-    ) -> LayerMarks:
-        """Load so many steps; when each of them is there."""
+        self, parts: Sequence[Part], stream: Stream, steps: int, keep: list[object], told: bool
+    ) -> tuple[LayerMarks, Event]:
+        """Load so many steps; when each of them is there, and the event behind them if it is to be `told`."""
         counters, self._counters = self._counters, None  # an unknown part of a failed launch may still count
         if counters is None:
             counters = self._new_counters(stream)
             self._driver.synchronize(self._driver.record(stream))
-        cut, event = self._launcher_in_use().load_layers(parts, stream, keep, steps, counters.address)
+        given = (parts, stream, keep, steps, counters.address, told)
+        cut, first, end = self._launcher_in_use().load_layers(*given)
         self._counters = counters
         if self._counting != (cut.first, cut.counting):
             self._count_others(cut.first, cut.counting)
         ahead = self._ahead = self._ahead + cut.arrivals
-        return LayerMarks(event, cut.first, cut.counted, self._side, counters.address, self._reached, ahead)
+        told_by = (self._side, counters.address, self._reached, ahead)
+        return LayerMarks(first, cut.first, cut.counted, *told_by), end
 
     def _count_others(self, first: int, counting: int) -> None:
         """Other counters go on from now on, which is seldom: most loads are cut as the one before. Tickets

@@ -97,6 +97,14 @@ class Sites(ast.NodeTransformer):
         if name == "record" and self._here(f"event of {ast.unparse(node.args[0])}"):
             nothing = ast.Call(ast.Attribute(node.func.value, "stream", ast.Load()), [], [])  # type: ignore[attr-defined]
             node.args = [nothing]
+        if name == "launch" and self._here(f"event of {ast.unparse(node.args[1])}"):
+            # The kernel is launched where it was, the event behind it is one of a stream that has nothing.
+            launch, stream, grid = node.args
+            owner = node.func.value  # type: ignore[attr-defined]
+            nothing = ast.Call(ast.Attribute(owner, "stream", ast.Load()), [], [])
+            event = ast.Call(ast.Attribute(owner, "record", ast.Load()), [nothing], [])
+            both = ast.Tuple([ast.Call(launch, [stream, grid], []), event], ast.Load())
+            return ast.Subscript(both, ast.Constant(1), ast.Load())
         if name == "enter":  # one call for two fences: behind a stream, and behind an event
             if self._here(f"enter behind {ast.unparse(node.args[1])}"):
                 node.args[1] = node.args[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from poolwright.runtime import native
 from poolwright.runtime.errors import BackendUnavailable
-from poolwright.runtime.native import CopyLists, Enter, Functions, Run, Runs
+from poolwright.runtime.native import CopyLists, Enter, Functions, LaunchKernel, Run, Runs
 
 Copy = tuple[int, int, int]
 
@@ -101,7 +101,7 @@ def test_without_a_compiler_and_a_filled_cache_it_is_named(
 class Driver:
     """Functions of a driver that note their calls; `codes`: what each answers, `captured` the first's."""
 
-    def __init__(self, captured: int = 0, codes: Sequence[int] = (0, 0, 0)) -> None:
+    def __init__(self, captured: int = 0, codes: Sequence[int] = (0, 0, 0, 0)) -> None:
         self.calls: list[tuple[object, ...]] = []
         pointer = ctypes.c_void_p
 
@@ -118,35 +118,66 @@ class Driver:
             self.calls.append(("wait", stream, event, flags))
             return codes[2]
 
+        def launch(function: int, *rest: int) -> int:
+            self.calls.append(("launch", function, *rest))
+            return codes[3]
+
         two = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)
         three = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_uint)
-        self._kept = two(capturing), two(record), three(wait)
+        unsigned = [ctypes.c_uint] * 7
+        many = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *unsigned, pointer, pointer, pointer)
+        self._kept = two(capturing), two(record), three(wait), many(launch)
         addresses = [ctypes.cast(function, pointer).value for function in self._kept]
         self.enter = Enter(Functions(*addresses), 50)
+        self.launch = LaunchKernel(Functions(*addresses), 60, 512, 70)
 
 
 def test_a_stream_is_put_behind_another_and_behind_an_event() -> None:
     driver = Driver()
-    assert driver.enter(10, 20, 30) == (0, 0)
+    assert driver.enter.call(10, 20, 30) == 0
     assert driver.calls == [("capturing", 20), ("record", 50, 20), ("wait", 10, 50, 0), ("wait", 10, 30, 0)]
 
 
 def test_without_an_event_there_is_one_wait() -> None:
     driver = Driver()
-    assert driver.enter(10, 20, 0) == (0, 0)
+    assert driver.enter.call(10, 20, 0) == 0
     assert driver.calls[1:] == [("record", 50, 20), ("wait", 10, 50, 0)]
 
 
 @pytest.mark.parametrize(("captured", "code"), [(1, 0), (2, 0), (0, 906)])
 def test_nothing_is_done_for_a_stream_that_may_be_captured(captured: int, code: int) -> None:
     driver = Driver(captured, (code, 0, 0))
-    assert driver.enter(10, 20, 30) == (native.REFUSED, code)
+    assert native.stopped(driver.enter.call(10, 20, 30)) == (native.REFUSED, code)
     assert driver.calls == [("capturing", 20)]
 
 
 @pytest.mark.parametrize(("codes", "calls"), [((0, 700, 0), 2), ((0, 0, 701), 3)])
 def test_the_first_error_of_the_driver_ends_it(codes: tuple[int, int, int], calls: int) -> None:
     driver = Driver(0, codes)
-    stage, code = driver.enter(10, 20, 30)
+    stage, code = native.stopped(driver.enter.call(10, 20, 30))
     assert (stage > native.REFUSED, code) == (True, max(codes))
     assert len(driver.calls) == calls
+
+
+LAUNCHED = ("launch", 60, 3, 1, 1, 512, 1, 1, 0, 10, 70, None)
+"""Kernel 60 in stream 10: 3 blocks of 512 threads, parameters at 70."""
+
+
+def test_a_kernel_is_launched_and_an_event_recorded_behind_it() -> None:
+    driver = Driver()
+    assert driver.launch.call(10, 3, 30) == 0
+    assert driver.calls == [LAUNCHED, ("record", 30, 10)]
+
+
+def test_a_launch_without_an_event_records_none() -> None:
+    driver = Driver()
+    assert driver.launch.call(10, 3, 0) == 0
+    assert driver.calls == [LAUNCHED]
+
+
+def test_a_launch_that_fails_is_told_apart_from_an_event_that_does() -> None:
+    driver = Driver(0, (0, 0, 0, 700))
+    assert native.stopped(driver.launch.call(10, 3, 30)) == (native.REFUSED, 700)
+    assert driver.calls == [LAUNCHED]
+    stage, code = native.stopped(Driver(0, (0, 701, 0, 0)).launch.call(10, 3, 30))
+    assert (stage > native.REFUSED, code) == (True, 701)

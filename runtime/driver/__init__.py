@@ -121,6 +121,10 @@ class Driver(Protocol):
         """The stream that the caller's own work goes to."""
         ...
 
+    def launch(self, launch: Launch, stream: Stream, grid: int) -> Event:
+        """Launch a kernel of this driver, then `record`, in one call: the event behind it."""
+        ...
+
     def record(self, stream: Stream, timed: bool = False) -> Event:
         """An event behind everything submitted to `stream` so far; `timed`: one that `elapsed` takes."""
         ...

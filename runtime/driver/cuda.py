@@ -1,6 +1,7 @@
 """A CUDA device behind the driver door: the CUDA driver API, from Python.
 
-Launches and events go through `cuda.bindings`, which adds 0.2 to 0.3 us to a call, less than ctypes does.
+What begins a submission, and launches with the event behind them, are calls of compiled code. Other events
+go through `cuda.bindings`, which adds 0.2 to 0.3 us to a call, less than ctypes does.
 The batch copy goes through ctypes, which takes arrays of addresses as they lie where the binding wants
 lists of objects. Its symbol is asked for by version, so that its signature is the one the driver has,
 whatever this was built with. ``benchmarks/submit.py --calls`` measures both ways.
@@ -66,8 +67,7 @@ class CudaKernels:
 
         self._modules = [_check(driver.cuModuleLoadData(cubin), "load a cubin") for cubin in cubins]
         self._functions: dict[str, Any] = {}
-        self._launch = driver.cuLaunchKernel
-        self._ok = driver.CUresult.CUDA_SUCCESS
+        self._result = driver.CUresult
         for module in self._modules:
             count = _check(driver.cuModuleGetFunctionCount(module), "count kernels")
             for function in _check(driver.cuModuleEnumerateFunctions(count, module), "list kernels"):
@@ -83,13 +83,16 @@ class CudaKernels:
         return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
-        call, function, block = self._launch, self._functions[name], self.block
-        address, ok = ctypes.addressof(params.pointers), self._ok
+        function, pointers = int(self._functions[name]), ctypes.addressof(params.pointers)
+        kernel = native.LaunchKernel(_functions(), function, self.block, pointers)
+        result = self._result
 
-        def launch(stream: Stream, grid: int) -> None:
-            (code,) = call(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
-            if code is not ok:
-                _check((code, None), f"launch {name}")
+        def launch(stream: Stream, grid: int, event: int = 0) -> None:
+            found = kernel.call(stream, grid, event)
+            if found:
+                stage, code = native.stopped(found)
+                what = f"launch {name}" if stage == native.REFUSED else f"record an event behind {name}"
+                _check((result(code), None), what)
 
         return launch
 
@@ -157,12 +160,14 @@ class CudaDriver:
 
     def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
         other = other if type(other) is int else other.cuda_stream
-        stage, code = self._enter(stream, other, 0 if before is None else before.number)
+        found = self._enter.call(stream, other, 0 if before is None else before.number)
+        if not found:
+            return
+        stage, code = native.stopped(found)
         if stage == native.REFUSED:
             self.admit(other, what)
             raise NotAdmitted(f"{what}: a stream does not say whether it is captured: CUDA error {code}")
-        if stage:
-            _check((self._api.CUresult(code), None), "wait for earlier work")
+        _check((self._api.CUresult(code), None), "wait for earlier work")
 
     def allocate(self, nbytes: int) -> Memory:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -203,6 +208,15 @@ class CudaDriver:
     def call(self, stream: Stream, work: Callable[[], None]) -> None:
         with self.torch_stream(stream):
             work()
+
+    def launch(self, launch: Any, stream: Stream, grid: int) -> Event:
+        try:
+            handle, number = self._events.pop()  # asking first would be a race: any thread may take one
+        except IndexError:
+            handle, number = self._new_event(2)
+        event = CudaEvent(handle, number, self._events)
+        launch(stream, grid, number)
+        return event
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
         store = self._timed if timed else self._events
@@ -316,10 +330,11 @@ def _words(row: Sequence[int]) -> array[int]:
     return row if isinstance(row, array) and row.typecode == "Q" else array("Q", row)
 
 
+@functools.cache
 def _functions() -> native.Functions:
     """The functions of the driver that compiled code calls."""
     library = ctypes.CDLL("libcuda.so.1")
-    names = ("cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent")
+    names = ("cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel")
     return native.Functions(*(ctypes.cast(library[name], ctypes.c_void_p).value for name in names))
 
 

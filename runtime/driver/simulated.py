@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from poolwright.runtime.driver import Memory
+from poolwright.runtime.driver import Launch, Memory
 from poolwright.runtime.driver.simulated_kernels import SimulatedKernels, merged
 from poolwright.runtime.driver.simulated_memory import Arena, Block, Clock, Shadow, SimulationError, join
 from poolwright.runtime.errors import NotAdmitted, PoolError
@@ -299,6 +299,10 @@ class SimulatedDriver:
 
     def current_stream(self) -> SimulatedStream:
         return getattr(self._thread, "stream", self.caller)
+
+    def launch(self, launch: Launch, stream: SimulatedStream, grid: int) -> SimulatedEvent:
+        launch(stream, grid)
+        return self.record(stream)
 
     def record(self, stream: SimulatedStream, timed: bool = False) -> SimulatedEvent:
         with self._call("record"):

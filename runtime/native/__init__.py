@@ -42,7 +42,7 @@ def _pages_of() -> Any:
 class Functions(ctypes.Structure):
     """Addresses of functions of the CUDA driver, as `Functions` in submit.cpp."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("capturing", "record", "wait"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("capturing", "record", "wait", "launch"))
 
 
 REFUSED = 1
@@ -52,24 +52,41 @@ REFUSED = 1
 class Enter:
     """Puts one stream behind another, through `functions` of the driver; `between`: an event for it.
 
-    Called with stream, other stream, and an event that comes before, too, or 0. Returns where it stopped
-    and the driver's error, (0, 0) when all is done. One thread at a time.
+    `call` takes stream, other stream, and an event that comes before, too, or 0; it returns 0 when all is
+    done, else what `stopped` reads. One thread at a time.
     """
 
-    __slots__ = ("_at", "_between", "_call", "_kept")
+    __slots__ = ("_kept", "call")
 
     def __init__(self, functions: Functions, between: int) -> None:
         call: Any = library()["enter"]
         call.argtypes, call.restype = [ctypes.c_void_p] * 5, ctypes.c_int64
-        self._kept, self._at, self._between = functions, ctypes.addressof(functions), between
-        self._call = call
-
-    def __call__(self, stream: int, other: int, before: int) -> tuple[int, int]:
-        found = self._call(self._at, stream, other, self._between, before)
-        return divmod(found, 1 << 32) if found else _DONE
+        self._kept = functions
+        self.call = functools.partial(call, ctypes.addressof(functions), between)
 
 
-_DONE = (0, 0)
+def stopped(found: int) -> tuple[int, int]:
+    """Where a call stopped (`Stage` in submit.cpp), and the driver's error."""
+    return divmod(found, 1 << 32)
+
+
+class LaunchKernel:
+    """Launches `function` in blocks of `block` threads, through `functions` of the driver.
+
+    `parameters`: the address of the array of its parameters' addresses. `call` takes stream, number of
+    blocks, and an event to record behind the launch, or 0; it returns 0 when all is done, else what `stopped`
+    reads; `REFUSED`: it was not launched.
+    """
+
+    __slots__ = ("_kept", "call")
+
+    def __init__(self, functions: Functions, function: int, block: int, parameters: int) -> None:
+        call: Any = library()["launch"]
+        pointer, word = ctypes.c_void_p, ctypes.c_uint64
+        call.argtypes, call.restype = [pointer, pointer, pointer, word, pointer], ctypes.c_int64
+        kernel = array("Q", (function, block, parameters))
+        self._kept = functions, kernel
+        self.call = functools.partial(call, ctypes.addressof(functions), kernel.buffer_info()[0])
 
 
 class PageCheck:

@@ -1,4 +1,4 @@
-// What a submission does for every id, once for a whole list, and what it asks of the driver at its begin.
+// What a submission does for every id, once for a whole list, and what it asks of the driver at its begin and end.
 //
 // A caller holds the interpreter's lock during `pages_of`, which marks pages in memory that all calls share.
 #include <cstdint>
@@ -209,21 +209,40 @@ struct Functions {
   int (*capturing)(void* stream, int* status);
   int (*record)(void* event, void* stream);
   int (*wait)(void* stream, void* event, unsigned flags);
+  int (*launch)(void* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned shared,
+                void* stream, void** parameters, void** extra);
 };
 
-// Where `enter` stopped: above the driver's error in what it returns.
+// What does not change between launches.
+struct Kernel {
+  void* function;
+  u64 block;
+  void** parameters;
+};
+
+// Where `enter` or `launch` stopped: above the driver's error in what it returns.
 enum Stage : i64 { refused = i64(1) << 32, failed = i64(2) << 32 };
 
 }  // namespace
 
 // Puts `stream` behind everything that is in `other`, by event `between`, and behind event `before` (null: none).
 // Returns 0; `refused` when `other` is being captured, or does not say, and nothing was done; `failed`.
-extern "C" i64 enter(const Functions* driver, void* stream, void* other, void* between, void* before) {
+extern "C" i64 enter(const Functions* driver, void* between, void* stream, void* other, void* before) {
   int status = 0;
   int code = driver->capturing(other, &status);
   if (code != 0 || status != 0) return refused | code;
   code = driver->record(between, other);
   if (code == 0) code = driver->wait(stream, between, 0);
   if (code == 0 && before) code = driver->wait(stream, before, 0);
+  return code == 0 ? 0 : failed | code;
+}
+
+// Launches `grid` blocks of a kernel in `stream`, and records `event` (null: none) behind them.
+// Returns 0; `refused` when it was not launched; `failed` when it was, and the event is not recorded.
+extern "C" i64 launch(const Functions* driver, const Kernel* kernel, void* stream, u64 grid, void* event) {
+  int code = driver->launch(kernel->function, unsigned(grid), 1, 1, unsigned(kernel->block), 1, 1, 0, stream,
+                            kernel->parameters, nullptr);
+  if (code != 0) return refused | code;
+  if (event) code = driver->record(event, stream);
   return code == 0 ? 0 : failed | code;
 }
