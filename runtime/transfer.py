@@ -236,7 +236,7 @@ class Transfers:
                 self._hazards.forget(direction)
                 before = self._hazards.before(direction, moves)
                 driver.enter(stream, other, before, self.name)
-                if self._copying is not None and direction == "write_back" and _by_kernels(moves):
+                if self._copying is not None and direction == "write_back" and not self._copied(moves):
                     driver.wait(stream, self._copying)
                     self._copying = None
                 if on_device:  # ids may come from another stream than the rows
@@ -355,6 +355,12 @@ class Transfers:
             marks = self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep, order)
         return captured, marks, stream, event
 
+    def _copied(self, moves: Sequence[Move]) -> bool:
+        """Whether the copy engine writes all that a write-back moves, and there is some: it ends behind the
+        copies of earlier ones then."""
+        paths = {m.path for m in moves if m.batch.count and not self.members[m.member].empty}
+        return paths == {"staged"}
+
     def _launcher_in_use(self) -> Launcher:
         assert self._launcher is not None
         return self._launcher
@@ -422,11 +428,6 @@ class Transfers:
                 *(member.program, member.layout, member.tensor, member.binding.views),
                 *(direction, move.batch, positions),
             )
-
-
-def _by_kernels(moves: Sequence[Move]) -> bool:
-    """Whether anything writes host pages but the copy engine."""
-    return any(move.path != "staged" for move in moves)
 
 
 def _wrong(pool: str, direction: str, asked: Sequence[tuple[Move, Verdict]]) -> TransferError | None:

@@ -36,7 +36,8 @@ def submit(
 ) -> object:
     """Move whole pages, in the pool and in the model; returns the ticket."""
     call = made.pool.write_back if stores else made.pool.load
-    ticket = call(torch.tensor(host), torch.tensor(device), "page", path=path, **how)
+    ids = (torch.tensor(pages, dtype=torch.int64) for pages in (host, device))
+    ticket = call(*ids, "page", path=path, **how)
     rows, others = made.tokens(host), made.tokens(device)
     if stores:
         made.stored(rows, others)
@@ -292,6 +293,17 @@ def two_stores(choose: Choose) -> None:
         store(made, [0, 1, 2], [0, 1, 2], one)
         produce(made, 4, 5)
         store(made, [2, 0], [4, 5], two)
+        finish(made)
+
+
+def nothing_stored(choose: Choose) -> None:
+    """A write-back of no pages, which is over at once, does not stand for the copies of those before it."""
+    for path in ("staged", "zero_copy"):
+        made = world(MLA, choose)
+        store(made, [0, 1], [0, 1], "staged")
+        nothing = store(made, [], [], path)
+        poll(made, nothing)
+        load(made, [0, 1], [4, 5])
         finish(made)
 
 
@@ -927,7 +939,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(references_dropped, tensors_replaced, pool_destroyed, pool_dropped, orders_forgotten),
     *(late_layer_wait, bound_at_once),
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
-    *(store_then_load, two_stores, ring_reuse, many_in_flight, free_in_flight, cleared),
+    *(store_then_load, two_stores, nothing_stored, ring_reuse, many_in_flight, free_in_flight, cleared),
     *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
     *(state_captured, state_in_parts, loads_in_layers, layers_staged),
     *(ids_checked_on_the_device, many_layers, counters_go_round),
