@@ -51,15 +51,6 @@ class Compiler:
         return {"kind": self.kind, "version": self.version, "target": self.target, "arguments": arguments}
 
 
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError as error:
-        raise ValueError(
-            f"POOLWRIGHT_CXX or CXX: {command!r} is no command ({error}); change or unset it"
-        ) from None
-
-
 def find_cxx() -> Compiler | Missing:
     """The C++ compiler: POOLWRIGHT_CXX, else CXX, else the first of c++, g++, clang++ on the PATH.
 
@@ -147,7 +138,10 @@ def _probe_cxx(ours: str, usual: str, path: str) -> Compiler | Missing:
     asked = ours or usual
     variable = "POOLWRIGHT_CXX" if ours else "CXX"
     mend = f"correct or unset {variable}" if asked else "apt-get install g++ (or set POOLWRIGHT_CXX)"
-    names = [_words(asked)] if asked else [["c++"], ["g++"], ["clang++"]]
+    try:
+        names = [shlex.split(asked)] if asked else [["c++"], ["g++"], ["clang++"]]
+    except ValueError as error:
+        return Missing("a C++ compiler", f"{variable}={asked} is no command ({error})", mend)
     for name in names:
         command = _located(name, path)
         if command:

@@ -348,6 +348,15 @@ def test_a_compiler_that_was_asked_for_is_not_replaced(
         jit.host_libraries([host(pool)])
 
 
+@pytest.mark.parametrize("variable", ["POOLWRIGHT_CXX", "CXX"])
+def test_a_compiler_that_is_no_command_is_missing_and_named(
+    root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "c++ 'unclosed")
+    with pytest.raises(BackendUnavailable, match=f"{variable}=c.. 'unclosed is no command .*unset {variable}"):
+        jit.host_libraries([host(pool)])
+
+
 def test_without_ninja_the_error_says_how_to_get_it(
     root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

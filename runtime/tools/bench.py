@@ -156,7 +156,9 @@ def measure(
     """Every path of one size and direction at a time; sizes double up to `limit` bytes."""
     try:
         page = pool_class.required_bytes(**given, capacity_pages=1).page  # type: ignore[attr-defined]
-        most = max(1, limit // max(page, 1))
+        if not page:
+            raise ValueError(f"{pool_class.spec.name} has no bytes to move with these sizes; give it others")
+        most = max(1, limit // page)
         pool = pool_class(**given, capacity_pages=2 * most + SPARE_PAGES, device=device)
     except ValueError as error:
         raise package.PackageError(str(error)) from None
