@@ -120,6 +120,9 @@ class HostBuffer:
             # The tensor is held until then: memory must not go away while it is registered.
             held = (registrar, chunks, self._tensor, os.getpid())
             self._release = weakref.finalize(self, _unregister_here, *held)
+            # When the process ends the last one made would be the first to go, with transfers still in
+            # flight; the pool's own end waits for them and then destroys this.
+            self._release.atexit = False
 
     @property
     def tensor(self) -> torch.Tensor:

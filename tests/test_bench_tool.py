@@ -52,6 +52,7 @@ def test_the_table_has_a_row_for_each_size_and_direction(capsys: pytest.CaptureF
     [
         (["nope"], "no pool 'nope' in poolwright.generated; pools are "),
         (["logical"], "logical has no bytes to move; name another pool"),
+        ([*MLA, "--set", "layers=0"], "mla has no bytes to move with these sizes; give it others"),
         (
             ["mla"],
             "sizes of mla are missing: give --set kv_lora_rank=... --set qk_rope_head_dim=... --set layers=",

@@ -353,7 +353,9 @@ def test_a_compiler_that_is_no_command_is_missing_and_named(
     root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "c++ 'unclosed")
-    with pytest.raises(BackendUnavailable, match=f"{variable}=c.. 'unclosed is no command .*unset {variable}"):
+    with pytest.raises(
+        BackendUnavailable, match=f"{variable}=c.. 'unclosed is no command .*unset {variable}"
+    ):
         jit.host_libraries([host(pool)])
 
 

@@ -540,3 +540,21 @@ def test_many_random_lives(part: int) -> None:
     part += 5 * (hazards.KEPT == 0)
     for seed in range(1000 + part * 500, 1000 + part * 500 + 500):
         live(seed)
+
+
+def test_a_process_that_ends_waits_for_what_is_in_flight() -> None:
+    """Host memory is unregistered behind the last copy, though nothing destroyed the pool."""
+    lines = (
+        "from race_scenarios import MLA, store",
+        "from simulation import first, world",
+        "made = world(MLA, first)",
+        "store(made, [0, 1], [0, 1], 'staged')",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
