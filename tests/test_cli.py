@@ -246,6 +246,8 @@ def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None
         (["two", "--like", "mlaa"], "unknown spec to start from 'mlaa' (did you mean 'mla'?)"),
         (["two", "--like", "../specs/mla"], "unknown spec to start from '../specs/mla'"),
         (["one_"], "specs/one.yaml has the class OnePoolHost already; take another name"),
+        (["kimi_linear"], "take its pools (`codegen new mla`, `codegen new kda_state`) and copy "),
+        (["dsv4"], "is a shipped group, not a pool: take its pools (`codegen new logical`, "),
     ],
 )
 def test_new_refuses(

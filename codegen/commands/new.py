@@ -22,6 +22,7 @@ def run(name: str, *, like: str | None) -> int:
     project = find_project()
     _check_name(name)
     if like is None:
+        _check_group(project, name)
         like = name if (SHIPPED / f"{name}.yaml").is_file() else DEFAULT
     target = project.specs / f"{name}.yaml"
     if target.exists() or target.is_symlink():
@@ -73,6 +74,19 @@ def _check_name(name: str) -> None:
         problem = f"{name!r} is too long for the class {class_name(name)}: take a shorter name"
     if problem is not None:
         raise InputError(problem)
+
+
+def _check_group(project: Project, name: str) -> None:
+    """Who asks for a shipped group by its name does not want a copy of `DEFAULT`."""
+    group = SHIPPED / "groups" / f"{name}.yaml"
+    if group.is_file():
+        pools = dict.fromkeys(re.findall(r"\bpool: *([a-z0-9_]+)", group.read_text(encoding="utf-8")))
+        commands = ", ".join(f"`codegen new {pool}`" for pool in pools)
+        place = project.display(project.specs / "groups")
+        raise InputError(
+            f"{name!r} is a shipped group, not a pool: take its pools ({commands}) and copy "
+            f"{group} to {place}/; for a pool of that name say --like POOL"
+        )
 
 
 def _find(project: Project, like: str) -> Path:

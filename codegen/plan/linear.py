@@ -6,6 +6,7 @@ Engines keep the last `kernel - 1` columns of a convolution's input, which is wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from poolwright.codegen.plan.attention import (
@@ -43,6 +44,7 @@ def _state(
 def gated_delta_net(config: Config, cache: str, kv: str | None) -> Model:
     """Qwen3-Next: gated delta nets, and full attention every full_attention_interval layers."""
     kinds = kinds_of(config, (FULL, LINEAR), _full_every_interval)
+    _check_interval(config, kinds)
     keys, values = (
         Heads(config.size(name), name) for name in ("linear_num_key_heads", "linear_num_value_heads")
     )
@@ -66,6 +68,21 @@ def gated_delta_net(config: Config, cache: str, kv: str | None) -> Model:
 def _full_every_interval(config: Config, layers: int) -> tuple[str, ...]:
     interval = config.size("full_attention_interval")
     return tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(layers))
+
+
+def _check_interval(config: Config, kinds: Sequence[str]) -> None:
+    """Some readers of a config go by the list, others by the interval: both have to say the same."""
+    if not config.has("full_attention_interval"):
+        return
+    others = _full_every_interval(config, len(kinds))
+    for layer, (kind, other) in enumerate(zip(kinds, others, strict=True)):
+        if kind != other:
+            interval = config.size("full_attention_interval")
+            raise config.wrong(
+                "layer_types",
+                f"layer {layer} is {kind}, but full_attention_interval {interval} makes it {other}; "
+                f"mend the one that is wrong",
+            )
 
 
 def _ssm_dtype(config: Config) -> str:

@@ -138,6 +138,11 @@ def _capacity(members: Sequence[Planned], page_size: int, asked: Asked, share: f
     if asked.states is not None:
         part = _bytes(resume, asked.states)
         states = asked.states
+        if part >= asked.host_bytes:
+            raise PlanError(
+                f"--states {states}: {states} places to resume at take {part:,} bytes of "
+                f"{asked.host_bytes:,}, which leaves none for pages; lower --states or raise --host-gb"
+            )
     else:
         states = _fitting(resume, part, "state") if resume else 0
     return (_fitting(history, asked.host_bytes - part, "page") if history else 0), states
