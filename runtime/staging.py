@@ -75,12 +75,13 @@ class _Stage:
         for sizes in fill_sizes(count, rates.chunks(nbytes), most, direction):
             fill, end = end, end + sum(sizes)
             parts = self._cuts(direction, end - fill, -(-equal * (end - fill) // count))
+            borders = list(pairwise(accumulate(sizes, initial=fill)))
             if cuts is not None:
-                yield from ([piece(fill, end, fill, cut)] for cut in cuts)
+                yield from ([piece(*pages, fill, cut) for pages in borders] for cut in cuts)
             elif parts:
                 yield from ([piece(fill, end, fill, cut) for cut in part] for part in parts)
             else:
-                yield [piece(at, to, fill, None) for at, to in pairwise(accumulate(sizes, initial=fill))]
+                yield [piece(*pages, fill, None) for pages in borders]
 
     def _cuts(self, direction: str, pages: int, wanted: int) -> list[list[Cut]]:
         """How so many pages are cut for about `wanted` pieces, those of each fill; none: between pages."""
@@ -283,12 +284,16 @@ class Staging:
         return ends
 
     def _layers(self, moves: Sequence[Move], order: Order, first: int, end: int) -> list[_Turn]:
-        """As `_fills`, for the layers of some steps."""
-        fills = []
+        """As `_fills`, for the layers of some steps. The first window is cut between pages: everybody waits
+        for what is scattered at its end."""
+        fills, nbytes = [], 0
+        if first == 0:
+            nbytes = sum(self._stages[move.member].page_bytes * move.batch.count for move in moves)
         for move in moves:
             stage = self._stages[move.member]
             cuts = stage.cutter.window(order.steps[move.member], first, end)
-            fills.append(stage.fills(move.batch, "load", self._costs.of("load"), 0, cuts))
+            rates = self._costs.of("load")
+            fills.append(stage.fills(move.batch, "load", rates, nbytes * end // len(order.layers), cuts))
         return list(zip_longest(*fills, fillvalue=()))
 
     def _chunks(
