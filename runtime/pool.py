@@ -32,7 +32,7 @@ from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_b
 from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pages import Pages
-from poolwright.runtime.parts import Slot, slot_of, slots_of, units
+from poolwright.runtime.parts import SLOTS, Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.ticket import Ticket
@@ -598,8 +598,8 @@ class HostPool(Pages):
         elif batch.unit == "tokens":
             pages, whole = -(-pages // self.page_size), False
         forced = self._forced if path is None else path
-        if layered and pages > 1 and not self.staging_pages and forced == "auto":
-            whole = False  # each page would take launches of its own, and the first layer come late
+        if layered and forced == "auto" and pages > max(1, SLOTS * self.staging_pages):
+            whole = False  # slots would be used again within each layer: late, and a launch for each page
         merges = whole and not layered and self._merges and forced != "zero_copy"
         merged = _merged(batch) if merges else 1
         key = (direction, pages, layered, whole, merged, qos, forced)
