@@ -192,3 +192,30 @@ def test_pages_in_parts_arrive_whole(name: str, form: str, layout: str, share: s
     assert all(torch.equal(a, b) for a, b in zip(rows, expected, strict=True))
     assert not pool.overwritten_guard()
     bench.close()
+
+
+@pytest.mark.parametrize(
+    ("slots", "pages", "staged"), [(1, 2, True), (1, 3, False), (0, 1, True), (0, 2, False)]
+)
+def test_layers_are_staged_only_where_no_slot_is_used_twice_for_one(
+    slots: int, pages: int, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each page takes launches of its own in every window; who asks for it gets it."""
+    name, form, layout = IN_PLACE[0]
+    program = sized(name, form, layout)
+    bound = 2 * (program.host(1).nbytes + SLOT_ALIGN) if slots else least_bytes(program)
+    kind: Any = generated.pool_class(name)
+    pool: Any = cases.Bench(kind, odd(name), form, layout, staging_bytes=bound).pool
+    assert pool.staging_pages == slots
+    whole: list[bool] = []
+
+    def decide(*key: Any) -> tuple[str, None]:
+        whole.append(key[3])
+        return "torch", None
+
+    monkeypatch.setattr(pool, "_decide", decide)
+    ids = torch.arange(pages), 1 + torch.arange(pages)
+    pool.load(*ids, "page", order="layer").wait()
+    pool.load(*ids, "page", order="layer", path="torch").wait()
+    pool.load(*ids, "page").wait()
+    assert whole == [staged, True, True]
