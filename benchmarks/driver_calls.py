@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from poolwright.runtime import native
-from poolwright.runtime.driver.cuda import CudaDriver, _batch_copy, _functions
+from poolwright.runtime.driver.cuda import CudaDriver, functions
 
 ROUNDS, CALLS = 15, 200
 LAUNCHES = (64, 1024, 4000)
@@ -95,10 +95,12 @@ def launches(stream: int, library: ctypes.CDLL) -> Iterator[Row]:
             return foreign(function, 4, 1, 1, 512, 1, 1, 0, stream, at, None)
 
         yield f"launch, {nbytes} bytes of parameters", bound, raw
-        kernel = native.LaunchKernel(_functions(), int(function), 512, at)
+        kernel, calls = native.Kernel(int(function), 512, at), native.Calls(functions(), 0)
 
-        def told(kernel: native.LaunchKernel = kernel, kept: object = (block, pointers)) -> object:
-            return kernel.call(stream, 4, event)
+        def told(
+            kernel: native.Kernel = kernel, calls: native.Calls = calls, kept: object = (block, pointers)
+        ) -> object:
+            return calls.launch(kernel.at, stream, 4, event)
 
         yield f"launch, {nbytes} bytes of parameters, and an event: compiled", None, told
 
@@ -160,23 +162,16 @@ def copies(stream: int, library: ctypes.CDLL, host: int, device: int) -> Iterato
         lambda: driver.cuMemcpyHtoDAsync(device, host, PIECE, stream),
         lambda: inward(device, host, PIECE, stream),
     )
-    batch = _batch_copy()
-    if batch is None:
-        return
+    calls = native.Calls(functions(), 0)
     for count in BATCHES:
-        to = [host + i * PIECE for i in range(count)]
-        source = [device + i * PIECE for i in range(count)]
-        sizes = [PIECE] * count
-        words = tuple(array("Q", row) for row in (to, source, sizes))
+        lists = (range(host, host + count * PIECE, PIECE), range(device, device + count * PIECE, PIECE))
+        words = [array("Q", row) for row in (*lists, [PIECE] * count)]
 
-        def from_words(batch: Any = batch, words: Any = words) -> object:
-            return batch(*words, stream)
+        def batch(words: list[array[int]] = words, count: int = count) -> object:
+            to, source, sizes = (row.buffer_info()[0] for row in words)
+            return calls.copies(to, source, sizes, count, stream, inward=False)
 
-        def from_lists(batch: Any = batch, rows: Any = (to, source, sizes)) -> object:
-            return batch(*rows, stream)
-
-        yield f"batch of {count} to the host, words", None, from_words
-        yield f"batch of {count} to the host, lists", None, from_lists
+        yield f"batch of {count} to the host: compiled", None, batch
 
 
 def door(driver: CudaDriver) -> Iterator[Row]:

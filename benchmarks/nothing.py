@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from poolwright.runtime import jit, native
 from poolwright.runtime.driver import Event, Launch, Parameters, Stream, Windows, sizes
-from poolwright.runtime.driver.cuda import BatchCopy, CudaEvent, CudaKernels
+from poolwright.runtime.driver.cuda import CudaEvent, CudaKernels, CudaLaunch
 from poolwright.runtime.driver.host import HostDriver
 from poolwright.runtime.program import GroupProgram, SizedProgram
 
@@ -28,7 +28,7 @@ _HERE: AbstractContextManager[None] = nullcontext()
 def _functions() -> native.Functions:
     unit = jit.Unit("nothing", Path(__file__).with_suffix(".cpp"))
     function = ctypes.cast(jit.load_host(jit.host_libraries([unit])[0])["nothing"], ctypes.c_void_p).value
-    return native.Functions(*[function] * 4)
+    return native.Functions(*[function] * 7, 8)
 
 
 class NoKernels:
@@ -43,12 +43,8 @@ class NoKernels:
         return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
-        kernel = native.LaunchKernel(_functions(), 1, 512, ctypes.addressof(params.pointers))
-
-        def launch(stream: Stream, grid: int, event: int = 0) -> None:
-            kernel.call(stream, grid, event)
-
-        return launch
+        kernel = native.Kernel(1, 512, ctypes.addressof(params.pointers))
+        return CudaLaunch(name, kernel, native.Calls(_functions(), 0))
 
 
 class NoDriver(HostDriver):
@@ -59,8 +55,7 @@ class NoDriver(HostDriver):
     def __init__(self) -> None:
         self._events: list[tuple[object, int]] = []
         self._followed: dict[int, object] = {}
-        self._batch = BatchCopy(lambda *_: 0, 8)
-        self._enter = native.Enter(_functions(), 1)
+        self._calls = native.Calls(_functions(), 1)
 
     def kernels(
         self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]
@@ -77,11 +72,34 @@ class NoDriver(HostDriver):
         return 0
 
     def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
-        self._enter.call(stream, other, 0 if before is None else before.number)
+        self._calls.enter(stream, other, 0 if before is None else before.number)
 
     def launch(self, launch: Any, stream: Stream, grid: int) -> Event:
         event = self.record(stream)
         launch(stream, grid, event.number)
+        return event
+
+    def launch_behind(
+        self, launch: Any, stream: Stream, grid: int, other: Stream, before: Event | None, what: str
+    ) -> Event:
+        event, ahead = self.record(stream), 0 if before is None else before.number
+        self._calls.launch_behind(launch.kernel.at, stream, grid, event.number, other, ahead)
+        return event
+
+    def relay(
+        self,
+        launch: Any,
+        kernels: Stream,
+        grid: int,
+        copies: Stream,
+        rows: native.Rows,
+        inward: bool,
+        free: Event | None,
+        told: bool,
+    ) -> Event | None:
+        event, ahead = self.record(kernels) if told else None, 0 if free is None else free.number
+        behind = 0 if event is None else event.number
+        self._calls.relay(launch.kernel.at, grid, kernels, copies, ahead, behind, rows, inward)
         return event
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
@@ -101,7 +119,7 @@ class NoDriver(HostDriver):
     def copy(
         self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool
     ) -> None:
-        self._batch(to, source, sizes, stream)
+        return None
 
     def upload(self, address: int, values: array[int], stream: Stream) -> None:
         return None

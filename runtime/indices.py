@@ -84,6 +84,11 @@ class Batch:
         self.on_device, self.bad = on_device, bad
 
     @property
+    def inside(self) -> bool:
+        """Whether parameters of a launch may hold the ids, if they are few."""
+        return self.on_device is None and self.unit == "pages"
+
+    @property
     def host(self) -> array[int]:
         """The host's ids."""
         return self.ids[: self.count]
@@ -151,7 +156,7 @@ def batch(
     here = host if host.is_contiguous() else host.contiguous()
     there = device if device.is_contiguous() else device.contiguous()
     ids, check = _NONE * (2 * count), limits.pages
-    runs = check.call(check.at, here.data_ptr(), there.data_ptr(), count, asked, ids.buffer_info()[0])
+    runs = check.runs(here.data_ptr(), there.data_ptr(), count, asked, ids)
     if runs >= 0:
         return Batch("pages", ids, count, runs)
     if runs == native.NOT_WHOLE:
@@ -263,7 +268,7 @@ def _device_batch(
     """Ids on the device are never copied back: the kernel reads them in place."""
     per_page = limits.page_size if asked & BY_TOKEN else 1
     ids, check, here = _NONE * count, limits.pages, host.contiguous()
-    runs = check.call(check.at, here.data_ptr(), None, count, asked & ~DEVICE_ONCE, ids.buffer_info()[0])
+    runs = check.runs(here.data_ptr(), 0, count, asked & ~DEVICE_ONCE, ids)
     if runs == native.NOT_WHOLE:
         raise ValueError(
             f"{limits.pool}: host ids: with device ids on {device.device}, the tokens of each host page must "

@@ -110,29 +110,40 @@ class Launcher:
         stream: Stream,
         keep: list[object],
         told: bool = False,
+        behind: tuple[Stream, Event | None, str] | None = None,
     ) -> Event:
         """Move all ids of all parts at once. Returns the event behind it if it is to be `told`, else None.
 
-        `keep` takes what must stay alive until the launch has run, also when it fails.
+        `keep` takes what must stay alive until the launch has run, also when it fails. `behind`: it begins a
+        submission, as `Driver.enter` says, and is told; all ids have to be `inside` then, at most `FEW`.
         """
-        unit, nbytes = self._fill(parts, stream, keep)
-        ready = self._ready.get((direction, False, unit)) or self._prepare(direction, False, unit)
-        grid = self._kernels.grid(purpose, nbytes)
+        ready, grid = self.ready(direction, purpose, parts, stream, keep)
+        if behind is not None:
+            other, before, what = behind
+            return self._driver.launch_behind(ready, stream, grid, other, before, what)
         if told:
             return self._driver.launch(ready, stream, grid)
         ready(stream, grid)
         return None
 
-    def launch_steps(
+    def ready(
+        self, direction: str, purpose: str, parts: Sequence[Part], stream: Stream, keep: list[object]
+    ) -> tuple[Launch, int]:
+        """What `launch` launches, and its blocks; before anything else is made ready. `keep` as above."""
+        unit, nbytes = self._fill(parts, stream, keep)
+        found = self._ready.get((direction, False, unit)) or self._prepare(direction, False, unit)
+        return found, self._kernels.grid(purpose, nbytes)
+
+    def ready_steps(
         self, direction: str, purpose: str, part: Part, stream: Stream, keep: list[object]
-    ) -> None:
-        """Move at once what the steps of a part say of its pages. `keep` as above."""
+    ) -> tuple[Launch, int]:
+        """As `ready`, for what the steps of a part say of its pages, all at once."""
         assert part[3] is not None
         steps = len(part[3].numbers) // self._blocks[part[0]].columns
         unit, step_bytes = self._fill([part], stream, keep, steps)
         self._steps.value, self._window.value, self._done.value = steps, steps, 0
-        launch = self._ready.get((direction, True, unit)) or self._prepare(direction, True, unit)
-        launch(stream, self._kernels.grid(purpose, steps * step_bytes))
+        found = self._ready.get((direction, True, unit)) or self._prepare(direction, True, unit)
+        return found, self._kernels.grid(purpose, steps * step_bytes)
 
     def load_layers(
         self, parts: Sequence[Part], stream: Stream, keep: list[object], steps: int, counters: int, told: bool
@@ -188,7 +199,7 @@ class Launcher:
             block, count = self._blocks[number], batch.count
             here = 0 if order is None else self._steps_of(order, stream, keep)
             end = few + 2 * count
-            if end <= FEW and batch.unit == "pages" and batch.on_device is None:
+            if end <= FEW and batch.inside:
                 self._numbers[few:end] = batch.ids
                 inside = (count, few, here)
                 if block.inside != inside:

@@ -21,12 +21,12 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 from poolwright.runtime.costs import LEAD, Costs, Rates
-from poolwright.runtime.driver import Driver, Event, Stream
+from poolwright.runtime.driver import Driver, Event, Launch, Stream
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.moves import Member, Move, Order, Place, Ring
-from poolwright.runtime.native import CopyLists, Runs, in_host_order
+from poolwright.runtime.native import CopyLists, Rows, Runs, in_host_order
 from poolwright.runtime.parts import SLOTS, Cut, Cutter, Run, Slot
 from poolwright.runtime.ticket import LayerEvents
 
@@ -119,7 +119,7 @@ class _Chunk(NamedTuple):
     """Launches and one batch of copies: what goes through one slot of every pool at once.
 
     `first`, `last`: of its fill. `again`: the slot is used once more in this transfer. `cut`: parts of pages,
-    each of which takes a launch of its own. `host`, `slot`, `sizes`: the copies.
+    each of which takes a launch of its own. `rows`: the copies, until the next chunk is made.
     """
 
     slot_number: int
@@ -128,9 +128,11 @@ class _Chunk(NamedTuple):
     again: bool
     parts: list[Part]
     cut: list[Part]
-    host: array[int]
-    slot: array[int]
-    sizes: array[int]
+    rows: Rows
+
+    @property
+    def launch_count(self) -> int:
+        return bool(self.parts) + len(self.cut)
 
 
 _Turn = Sequence[Sequence[_Piece]]
@@ -175,17 +177,24 @@ class Staging:
         self.delayed = sum(self._late(move) for move in moves)
         turns = self._fills(moves, "write_back")
         for chunk in self._chunks(moves, "write_back", turns, len(turns)):
-            slot = chunk.slot_number
-            free = self._free[slot]
-            if free is not None and chunk.first:
-                driver.wait(stream, free)
-                self._free[slot] = None
-            self._launch(launcher, "write_back", "gather", chunk, stream, keep)
-            driver.follow(copies, stream)
-            driver.copy(chunk.host, chunk.slot, chunk.sizes, copies, inward=False)
-            if chunk.last:
-                self._free[slot] = driver.record(copies)
+            launches = self._launches(launcher, "write_back", "gather", chunk, stream, keep)
+            self._out(chunk, launches, stream, copies)
         return driver.record(stream)
+
+    def _out(
+        self, chunk: _Chunk, launches: Iterator[tuple[Launch, int]], stream: Stream, copies: Stream
+    ) -> None:
+        driver, free = self._driver, self._wait_for(chunk)
+        for _ in range(chunk.launch_count - 1):
+            if free is not None:
+                driver.wait(stream, free)
+                free = None
+            launch, grid = next(launches)
+            launch(stream, grid)
+        launch, grid = next(launches)
+        event = driver.relay(launch, stream, grid, copies, chunk.rows, False, free, chunk.last)
+        if event is not None:
+            self._free[chunk.slot_number] = event
 
     def load(
         self,
@@ -223,18 +232,24 @@ class Staging:
     ) -> None:
         driver = self._driver
         for chunk in chunks:
-            slot = chunk.slot_number
-            free = self._free[slot]
-            if free is not None and chunk.first:
-                driver.wait(copies, free)
-                self._free[slot] = None
-            driver.copy(chunk.slot, chunk.host, chunk.sizes, copies, inward=True)
-            driver.follow(stream, copies)
-            self._launch(launcher, "load", "scatter", chunk, stream, keep)
-            if chunk.last and (self._shared or chunk.again):
-                self._free[slot] = driver.record(stream)
+            launches = self._launches(launcher, "load", "scatter", chunk, stream, keep)
+            told = chunk.last and (self._shared or chunk.again)
+            lone, free = chunk.launch_count == 1, self._wait_for(chunk)
+            launch, grid = next(launches)
+            event = driver.relay(launch, stream, grid, copies, chunk.rows, True, free, told and lone)
+            for launch, grid in launches:
+                launch(stream, grid)
+            if told:
+                self._free[chunk.slot_number] = event if lone else driver.record(stream)
 
-    def _launch(
+    def _wait_for(self, chunk: _Chunk) -> Event | None:
+        """The event after which the slot of a chunk is free; from then on nobody else has to wait for it."""
+        if not chunk.first:
+            return None
+        found, self._free[chunk.slot_number] = self._free[chunk.slot_number], None
+        return found
+
+    def _launches(
         self,
         launcher: Launcher,
         direction: str,
@@ -242,11 +257,12 @@ class Staging:
         chunk: _Chunk,
         stream: Stream,
         keep: list[object],
-    ) -> None:
+    ) -> Iterator[tuple[Launch, int]]:
+        """The launches of a chunk and their blocks, each ready until the next is asked for."""
         if chunk.parts:
-            launcher.launch(direction, purpose, chunk.parts, stream, keep)
+            yield launcher.ready(direction, purpose, chunk.parts, stream, keep)
         for part in chunk.cut:
-            launcher.launch_steps(direction, purpose, part, stream, keep)
+            yield launcher.ready_steps(direction, purpose, part, stream, keep)
 
     def _late(self, move: Move) -> int:
         """Pages that are not in staging memory as a whole before others leave it."""
@@ -309,12 +325,11 @@ class Staging:
 
     def _made(
         self, slot: int, pieces: Sequence[tuple[int, _Stage, _Piece]]
-    ) -> tuple[list[Part], list[Part], array[int], array[int], array[int]]:
-        """Launches of whole pages, launches of parts, copies: host addresses, slot addresses, bytes."""
+    ) -> tuple[list[Part], list[Part], Rows]:
+        """Launches of whole pages, launches of parts, copies."""
         parts: list[Part] = []
         cut: list[Part] = []
         rows, count = self._rows_for(pieces), 0
-        room = len(rows) // 3
         for number, stage, piece in pieces:
             place, runs = stage.slots[slot], stage.runs(piece.cut)
             if piece.cut is None:
@@ -323,7 +338,7 @@ class Staging:
                 shifted = Place(place.address - piece.cut.shift, place.pages)
                 cut.append((number, shifted, piece.batch, piece.cut.steps))
             count = stage.lists.add(rows, count, runs, piece.pages, piece.first, place.address)
-        return parts, cut, rows[:count], rows[room : room + count], rows[2 * room : 2 * room + count]
+        return parts, cut, Rows(rows, count)
 
     def _rows_for(self, pieces: Sequence[tuple[int, _Stage, _Piece]]) -> array[int]:
         """Three lists in one with room for the copies of these pieces."""

@@ -24,7 +24,7 @@ from poolwright.runtime.checks import Verdict
 from poolwright.runtime.driver import Event, Memory, Stream
 from poolwright.runtime.errors import NotAdmitted, PoolError, TransferError
 from poolwright.runtime.hazards import Hazards, Submission
-from poolwright.runtime.launch import Launcher, Part
+from poolwright.runtime.launch import FEW, Launcher, Part
 from poolwright.runtime.moves import Member, Move, Order, Steps
 from poolwright.runtime.program import view
 from poolwright.runtime.staging import Staging
@@ -37,6 +37,9 @@ _counters_of_all_pools: list[Memory] = []
 """Never given back: a caller's stream may come to its wait for a layer when the pool is long gone."""
 
 ORDERS_KEPT = 512
+
+Question = Callable[[], TransferError | None]
+"""What is asked when all is done: what is wrong all the same."""
 
 
 class Transfers:
@@ -226,35 +229,18 @@ class Transfers:
             if other is None:
                 other = driver.current_stream()
             keep: list[object] = [moves, self._bound]
-            on_device = checked = False
-            for move in moves:
-                if move.batch.on_device is not None:
-                    on_device = True
-                if move.checks is not None:
-                    checked = True
             try:
                 self._hazards.forget(direction)
                 before = self._hazards.before(direction, moves)
-                driver.enter(stream, other, before, self.name)
-                if self._copying is not None and direction == "write_back" and not self._copied(moves):
-                    driver.wait(stream, self._copying)
-                    self._copying = None
-                if on_device:  # ids may come from another stream than the rows
-                    driver.follow(stream, driver.current_stream())
-                began = driver.record(stream, timed=True) if timed else None
-                alone = not (checked or timed)  # nothing comes behind the last launch but its event
-                captured, marks, end, event = self._run(direction, moves, stream, order, keep, alone)
-                verdict = None
-                if checked:
-                    captured = marks = None  # see Note [Comparing in order]
-                    if end != stream:
-                        driver.follow(stream, end)
-                        end = stream
-                    verdict = self._compare(direction, moves, stream, order, keep)
-                if event is None:
-                    event = driver.record(end, timed=timed)
-                if end != stream:
-                    self._copying = event
+                parts = self._lone(direction, moves) if order is None and not timed else None
+                if parts is None:
+                    given = (direction, moves, stream, other, before, order, timed, keep)
+                    event, captured, marks, verdict, began = self._in_turn(*given)
+                else:
+                    self._staging.delayed, behind = 0, (other, before, self.name)
+                    launch = self._launcher_in_use().launch
+                    event = launch(direction, direction, parts, stream, keep, behind=behind)
+                    captured = marks = verdict = began = None
             except NotAdmitted:
                 raise
             except PoolError as error:
@@ -267,9 +253,66 @@ class Transfers:
             self._hazards.add(Submission(direction, event, moves, keep), ticket)
             return ticket
 
+    def _lone(self, direction: str, moves: Sequence[Move]) -> list[Part] | None:
+        """What one launch moves, if it is all that a submission asks of the device; else None."""
+        if self._copying is not None and direction == "write_back":
+            return None
+        parts: list[Part] = []
+        numbers = 0
+        for move in moves:
+            batch, member = move.batch, self.members[move.member]
+            if move.path != "zero_copy" or move.checks is not None or not batch.inside:
+                return None
+            if batch.count and not member.empty:
+                numbers += 2 * batch.count
+                parts.append((move.member, member.place, batch, None))
+        return parts if 0 < numbers <= FEW else None
+
+    def _in_turn(
+        self,
+        direction: str,
+        moves: Sequence[Move],
+        stream: Stream,
+        other: Stream,
+        before: Event | None,
+        order: Order | None,
+        timed: bool,
+        keep: list[object],
+    ) -> tuple[
+        Event, Event, LayerMarks | LayerEvents | None, Callable[[], TransferError | None] | None, Event
+    ]:
+        """Begin, move, compare: the event after all, that after which rows are captured (None: after all),
+        progress by layer, what was wrong, the event before all if it is `timed`."""
+        driver = self._driver
+        driver.enter(stream, other, before, self.name)
+        if self._copying is not None and direction == "write_back" and not self._copied(moves):
+            driver.wait(stream, self._copying)
+            self._copying = None
+        on_device = checked = False
+        for move in moves:
+            on_device = on_device or move.batch.on_device is not None
+            checked = checked or move.checks is not None
+        if on_device:  # ids may come from another stream than the rows
+            driver.follow(stream, driver.current_stream())
+        began = driver.record(stream, timed=True) if timed else None
+        told = not (checked or timed)  # nothing comes behind the last launch but its event
+        captured, marks, end, event = self._run(direction, moves, stream, order, keep, told)
+        verdict = None
+        if checked:
+            captured = marks = None  # see Note [Comparing in order]
+            if end != stream:
+                driver.follow(stream, end)
+                end = stream
+            verdict = self._compare(direction, moves, stream, order, keep)
+        if event is None:
+            event = driver.record(end, timed=timed)
+        if end != stream:
+            self._copying = event
+        return event, captured, marks, verdict, began
+
     def _compare(
         self, direction: str, moves: Sequence[Move], stream: Stream, order: Order | None, keep: list[object]
-    ) -> Callable[[], TransferError | None]:
+    ) -> Question:
         """Queue the comparison of all pages that moved; what is asked when it is done."""
         asked = []
         for move in moves:

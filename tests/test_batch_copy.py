@@ -1,4 +1,4 @@
-"""The batch copy of the CUDA driver with a function in the place of the device's: what it is called with."""
+"""Copies through the door of the CUDA driver: every kind of list reaches compiled code as 64-bit words."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from collections.abc import Sequence
 
 import pytest
 
-from poolwright.runtime.driver.cuda import BatchCopy
+from poolwright.runtime.driver.cuda import CudaDriver
 from poolwright.runtime.errors import PoolError
 
 TO, SOURCE, SIZES = [1 << 40, 2 << 40, (1 << 64) - 1], [3, 4, 5], [64, 128, 1]
 STREAM = 77
 
 
-class Function:
-    """Notes what it is called with, as the device would read it; answers `code`."""
+class Calls:
+    """Notes what it is called with, as compiled code would read it; answers `code`."""
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.rows, self.rest = code, list[list[int]](), tuple[int, ...]()
-        self.attributes, self.first = b"", -1
 
-    def __call__(self, *arguments: int) -> int:
-        count = arguments[3]
-        self.rows = [list((ctypes.c_uint64 * count).from_address(at)) for at in arguments[:3]]
-        self.attributes = ctypes.string_at(arguments[4], 64)
-        self.first = ctypes.c_size_t.from_address(arguments[5]).value
-        self.rest = arguments[6:]
+    def copies(self, to: int, source: int, sizes: int, count: int, *rest: int) -> int:
+        self.rows = [list((ctypes.c_uint64 * count).from_address(at)) for at in (to, source, sizes)]
+        self.rest = rest
         return self.code
+
+
+def door(calls: Calls) -> CudaDriver:
+    """The driver of a device that is not there."""
+    driver = object.__new__(CudaDriver)
+    driver.__dict__["_calls"] = calls
+    return driver
 
 
 @pytest.mark.parametrize(
@@ -41,46 +44,28 @@ class Function:
     ],
     ids=["lists", "words", "narrow words", "mixed"],
 )
-def test_every_kind_of_sequence_reaches_the_device_as_64_bit_words(
+def test_every_kind_of_sequence_is_taken(
     rows: tuple[Sequence[int], Sequence[int], Sequence[int]],
 ) -> None:
-    function = Function()
-    for _ in range(2):  # what was prepared is used again
-        BatchCopy(function, 8)(*rows, STREAM)
-        assert function.rows == [TO, SOURCE, SIZES]
-
-
-def test_copies_are_in_stream_order_with_one_set_of_attributes() -> None:
-    function = Function()
-    BatchCopy(function, 8)(TO, SOURCE, SIZES, STREAM)
-    assert function.attributes == (1).to_bytes(4, "little") + bytes(60)
-    assert function.first == 0
-    assert function.rest == (1, STREAM)
-
-
-def test_the_older_signature_has_a_place_for_the_copy_that_failed() -> None:
-    function = Function()
-    copy = BatchCopy(function, 9)
-    copy(TO, SOURCE, SIZES, STREAM)
-    one, failed, stream = function.rest
-    assert (one, stream) == (1, STREAM)
-    assert ctypes.c_size_t.from_address(failed).value == 0
+    calls = Calls()
+    door(calls).copy(*rows, STREAM, inward=True)
+    assert (calls.rows, calls.rest) == ([TO, SOURCE, SIZES], (STREAM, True))
 
 
 def test_an_error_of_the_device_is_raised_with_its_number() -> None:
-    with pytest.raises(PoolError, match="batch of 3 copies: error 700"):
-        BatchCopy(Function(700), 8)(TO, SOURCE, SIZES, STREAM)
+    with pytest.raises(PoolError, match=r"CUDA: 3 copies: .*\(700\)"):
+        door(Calls(700)).copy(TO, SOURCE, SIZES, STREAM, inward=False)
 
 
 @pytest.mark.parametrize("short", [0, 1, 2])
 def test_rows_of_unequal_length_never_reach_the_device(short: int) -> None:
-    function, rows = Function(), [TO, SOURCE, SIZES]
+    calls, rows = Calls(), [TO, SOURCE, SIZES]
     rows[short] = rows[short][:2]
     with pytest.raises(ValueError, match="expected equal lengths"):
-        BatchCopy(function, 8)(rows[0], rows[1], rows[2], STREAM)
-    assert function.rows == []
+        door(calls).copy(rows[0], rows[1], rows[2], STREAM, inward=False)
+    assert calls.rows == []
 
 
 def test_a_number_that_is_no_address_is_refused() -> None:
     with pytest.raises(OverflowError):
-        BatchCopy(Function(), 8)([-1, 2, 3], SOURCE, SIZES, STREAM)
+        door(Calls()).copy([-1, 2, 3], SOURCE, SIZES, STREAM, inward=False)

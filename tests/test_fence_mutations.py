@@ -18,10 +18,11 @@ from race_scenarios import FAILURES, SCENARIOS
 from simulation import first
 
 from poolwright.runtime import backend, checks, hazards, launch, pool, staging, ticket, transfer
+from poolwright.runtime.driver import relay, simulated
 from poolwright.runtime.driver.simulated_memory import SimulationError
 
-MODULES = (transfer, staging, launch, ticket, hazards, checks)
-USERS = (*MODULES, pool, backend)
+MODULES = (transfer, staging, launch, ticket, hazards, checks, relay)
+USERS = (*MODULES, pool, backend, simulated)
 CALLS = {"wait", "follow", "wait_value", "synchronize"}
 KEPT = {"keep.append", "_counters_of_all_pools.append", "self._lost.append"}
 DRIVERS = {"driver", "self._driver"}
@@ -52,6 +53,14 @@ def _on_driver(node: ast.AST) -> str:
     """`wait` for a call of a driver's method."""
     owner, _, name = _call(node).rpartition(".")
     return name if owner in DRIVERS else ""
+
+
+def _elsewhere(node: ast.Call) -> ast.AST:
+    """What is called is done, the event behind it is one of a stream that has nothing."""
+    owner = node.func.value  # type: ignore[attr-defined]
+    nothing = ast.Call(ast.Attribute(owner, "stream", ast.Load()), [], [])
+    event = ast.Call(ast.Attribute(owner, "record", ast.Load()), [nothing], [])
+    return ast.Subscript(ast.Tuple([node, event], ast.Load()), ast.Constant(1), ast.Load())
 
 
 class Sites(ast.NodeTransformer):
@@ -97,14 +106,15 @@ class Sites(ast.NodeTransformer):
         if name == "record" and self._here(f"event of {ast.unparse(node.args[0])}"):
             nothing = ast.Call(ast.Attribute(node.func.value, "stream", ast.Load()), [], [])  # type: ignore[attr-defined]
             node.args = [nothing]
-        if name == "launch" and self._here(f"event of {ast.unparse(node.args[1])}"):
-            # The kernel is launched where it was, the event behind it is one of a stream that has nothing.
-            launch, stream, grid = node.args
-            owner = node.func.value  # type: ignore[attr-defined]
-            nothing = ast.Call(ast.Attribute(owner, "stream", ast.Load()), [], [])
-            event = ast.Call(ast.Attribute(owner, "record", ast.Load()), [nothing], [])
-            both = ast.Tuple([ast.Call(launch, [stream, grid], []), event], ast.Load())
-            return ast.Subscript(both, ast.Constant(1), ast.Load())
+        if name in ("launch", "launch_behind", "relay") and self._here(f"event of {name}"):
+            return _elsewhere(node)
+        if name == "launch_behind":  # two fences of `enter`
+            if self._here(f"launch behind {ast.unparse(node.args[3])}"):
+                node.args[3] = node.args[1]
+            if self._here(f"launch behind {ast.unparse(node.args[4])}"):
+                node.args[4] = ast.Constant(None)
+        if name == "relay" and self._here(f"relay behind {ast.unparse(node.args[6])}"):
+            node.args[6] = ast.Constant(None)
         if name == "enter":  # one call for two fences: behind a stream, and behind an event
             if self._here(f"enter behind {ast.unparse(node.args[1])}"):
                 node.args[1] = node.args[0]

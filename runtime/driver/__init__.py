@@ -11,7 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from poolwright.runtime.native import Rows
 
 Stream = Any
 Event = Any
@@ -123,6 +126,30 @@ class Driver(Protocol):
 
     def launch(self, launch: Launch, stream: Stream, grid: int) -> Event:
         """Launch a kernel of this driver, then `record`, in one call: the event behind it."""
+        ...
+
+    def launch_behind(
+        self, launch: Launch, stream: Stream, grid: int, other: Stream, before: Event | None, what: str
+    ) -> Event:
+        """`enter`, then `launch`, in one call. Raises NotAdmitted with nothing done."""
+        ...
+
+    def relay(
+        self,
+        launch: Launch,
+        kernels: Stream,
+        grid: int,
+        copies: Stream,
+        rows: Rows,
+        inward: bool,
+        free: Event | None,
+        told: bool,
+    ) -> Event | None:
+        """Launch a kernel in stream `kernels` and copy `rows` between host memory and device memory in stream
+        `copies`: `inward` copies first, else the kernel; the second behind the first, that behind `free`.
+
+        `told`: the event behind the second. One thread at a time: who submits holds a lock.
+        """
         ...
 
     def record(self, stream: Stream, timed: bool = False) -> Event:

@@ -1,10 +1,8 @@
 """A CUDA device behind the driver door: the CUDA driver API, from Python.
 
-What begins a submission, and launches with the event behind them, are calls of compiled code. Other events
-go through `cuda.bindings`, which adds 0.2 to 0.3 us to a call, less than ctypes does.
-The batch copy goes through ctypes, which takes arrays of addresses as they lie where the binding wants
-lists of objects. Its symbol is asked for by version, so that its signature is the one the driver has,
-whatever this was built with. ``benchmarks/submit.py --calls`` measures both ways.
+What a submission asks of the driver goes through compiled code, several calls in one (`native.Calls`); the
+rest goes through `cuda.bindings`. The symbol of the batch copy is asked for by version, so that its signature
+is the one the driver has, whatever this was built with. ``benchmarks/submit.py --calls`` measures them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -24,24 +22,26 @@ from poolwright.runtime import native
 from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream, Windows, sizes
 from poolwright.runtime.errors import BackendUnavailable, NotAdmitted, PoolError
 
-BATCH_LIMIT = 4096
-"""Descriptors of one batch call: very long ones have crashed drivers."""
-
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read after earlier work of the stream
-_ATTRIBUTES = 64  # more than sizeof(CUmemcpyAttributes) of any version; the rest stays zero
 
 
 def _check(result: tuple[Any, ...], what: str) -> Any:
     """The values of a call of the driver API. Raises PoolError with the error's name."""
+    if int(result[0]) != 0:
+        raise _failed(int(result[0]), what)
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _failed(code: int, what: str) -> PoolError:
+    """What an error of the driver says."""
     from cuda.bindings import driver
 
-    if int(result[0]) != 0:
-        name = driver.cuGetErrorString(result[0])[1]
-        text = name.decode() if isinstance(name, bytes) else str(name)
-        raise PoolError(f"CUDA: {what}: {text} ({int(result[0])})")
-    return result[1] if len(result) == 2 else result[1:]
+    try:
+        text = driver.cuGetErrorString(driver.CUresult(code))[1]
+    except (ValueError, RuntimeError):  # a driver newer than the bindings; none at all
+        text = "error"
+    return PoolError(f"CUDA: {what}: {text.decode() if isinstance(text, bytes) else text} ({code})")
 
 
 class CudaEvent:
@@ -67,7 +67,6 @@ class CudaKernels:
 
         self._modules = [_check(driver.cuModuleLoadData(cubin), "load a cubin") for cubin in cubins]
         self._functions: dict[str, Any] = {}
-        self._result = driver.CUresult
         for module in self._modules:
             count = _check(driver.cuModuleGetFunctionCount(module), "count kernels")
             for function in _check(driver.cuModuleEnumerateFunctions(count, module), "list kernels"):
@@ -83,18 +82,24 @@ class CudaKernels:
         return sizes.windows(step_bytes, steps)
 
     def prepare(self, name: str, params: Parameters) -> Launch:
-        function, pointers = int(self._functions[name]), ctypes.addressof(params.pointers)
-        kernel = native.LaunchKernel(_functions(), function, self.block, pointers)
-        result = self._result
+        kernel = native.Kernel(int(self._functions[name]), self.block, ctypes.addressof(params.pointers))
+        return CudaLaunch(name, kernel, native.Calls(functions(), 0))
 
-        def launch(stream: Stream, grid: int, event: int = 0) -> None:
-            found = kernel.call(stream, grid, event)
-            if found:
-                stage, code = native.stopped(found)
-                what = f"launch {name}" if stage == native.REFUSED else f"record an event behind {name}"
-                _check((result(code), None), what)
 
-        return launch
+class CudaLaunch:
+    """Launches a kernel."""
+
+    __slots__ = ("_call", "kernel", "name")
+
+    def __init__(self, name: str, kernel: native.Kernel, calls: native.Calls) -> None:
+        self.name, self.kernel, self._call = name, kernel, calls.launch
+
+    def __call__(self, stream: Stream, grid: int, event: int = 0) -> None:
+        found = self._call(self.kernel.at, stream, grid, event)
+        if found:
+            stage, code = native.stopped(found)
+            what = "launch" if stage == native.REFUSED else "record an event behind"
+            raise _failed(code, f"{what} {self.name}")
 
 
 class CudaDriver:
@@ -122,11 +127,10 @@ class CudaDriver:
         self._followed: dict[int, Any] = {}
         # Without a function of Python's round the call: every submission asks.
         self.current_stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
-        self._batch = _batch_copy()
 
     @cached_property
-    def _enter(self) -> native.Enter:
-        return native.Enter(_functions(), self._new_event(2)[1])
+    def _calls(self) -> native.Calls:
+        return native.Calls(functions(), self._new_event(2)[1])
 
     def guard(self) -> AbstractContextManager[None]:
         # A thread that has no context yet reports device 0: it counts once its context has been seen.
@@ -160,14 +164,16 @@ class CudaDriver:
 
     def enter(self, stream: Stream, other: Stream, before: Event | None, what: str) -> None:
         other = other if type(other) is int else other.cuda_stream
-        found = self._enter.call(stream, other, 0 if before is None else before.number)
-        if not found:
-            return
+        found = self._calls.enter(stream, other, 0 if before is None else before.number)
+        if found:
+            self._stopped(found, other, what, "wait for earlier work")
+
+    def _stopped(self, found: int, other: Stream, what: str, doing: str) -> NoReturn:
         stage, code = native.stopped(found)
         if stage == native.REFUSED:
             self.admit(other, what)
             raise NotAdmitted(f"{what}: a stream does not say whether it is captured: CUDA error {code}")
-        _check((self._api.CUresult(code), None), "wait for earlier work")
+        raise _failed(code, doing)
 
     def allocate(self, nbytes: int) -> Memory:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -210,13 +216,44 @@ class CudaDriver:
             work()
 
     def launch(self, launch: Any, stream: Stream, grid: int) -> Event:
+        event = self._event()
+        launch(stream, grid, event.number)
+        return event
+
+    def launch_behind(
+        self, launch: Any, stream: Stream, grid: int, other: Stream, before: Event | None, what: str
+    ) -> Event:
+        other = other if type(other) is int else other.cuda_stream
+        event, ahead = self._event(), 0 if before is None else before.number
+        found = self._calls.launch_behind(launch.kernel.at, stream, grid, event.number, other, ahead)
+        if found:
+            self._stopped(found, other, what, f"wait for earlier work, then launch {launch.name}")
+        return event
+
+    def relay(
+        self,
+        launch: Any,
+        kernels: Stream,
+        grid: int,
+        copies: Stream,
+        rows: native.Rows,
+        inward: bool,
+        free: Event | None,
+        told: bool,
+    ) -> Event | None:
+        event, ahead = self._event() if told else None, 0 if free is None else free.number
+        behind = 0 if event is None else event.number
+        code = self._calls.relay(launch.kernel.at, grid, kernels, copies, ahead, behind, rows, inward)
+        if code:
+            raise _failed(code, f"{rows.used} copies and {launch.name}, one behind the other")
+        return event
+
+    def _event(self) -> CudaEvent:
         try:
             handle, number = self._events.pop()  # asking first would be a race: any thread may take one
         except IndexError:
             handle, number = self._new_event(2)
-        event = CudaEvent(handle, number, self._events)
-        launch(stream, grid, number)
-        return event
+        return CudaEvent(handle, number, self._events)
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
         store = self._timed if timed else self._events
@@ -268,20 +305,13 @@ class CudaDriver:
     def copy(
         self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: Stream, inward: bool
     ) -> None:
-        handle, count = _handle(stream), len(to)
-        if count <= 2 or self._batch is None:
-            call = self._api.cuMemcpyHtoDAsync if inward else self._api.cuMemcpyDtoHAsync
-            for target, origin, size in zip(to, source, sizes, strict=True):
-                (code,) = call(target, origin, size, handle)
-                if code is not self._ok:
-                    _check((code, None), f"copy {size:,} bytes")
-            return
-        if count <= BATCH_LIMIT:
-            self._batch(to, source, sizes, handle)
-            return
-        for start in range(0, count, BATCH_LIMIT):
-            stop = start + BATCH_LIMIT
-            self._batch(to[start:stop], source[start:stop], sizes[start:stop], handle)
+        if not len(to) == len(source) == len(sizes):
+            raise ValueError(f"copies: expected equal lengths, got {len(to)}, {len(source)}, {len(sizes)}")
+        rows = [_words(row) for row in (to, source, sizes)]
+        first, second, third = (row.buffer_info()[0] for row in rows)
+        code = self._calls.copies(first, second, third, len(to), _handle(stream), inward)
+        if code:
+            raise _failed(code, f"{len(to)} copies")
 
     def upload(self, address: int, values: array[int], stream: Stream) -> None:
         source, size = values.buffer_info()[0], values.itemsize * len(values)
@@ -300,56 +330,30 @@ class CudaDriver:
         _check((*result, None), "wait for a value")
 
 
-class BatchCopy:
-    """``cuMemcpyBatchAsync``, with all that does not change between calls prepared.
-
-    `positions`: how many arguments `function` takes; 9 with the place for the index of a failed copy.
-    """
-
-    def __init__(self, function: Callable[..., int], positions: int) -> None:
-        attributes, first, failed = (ctypes.c_char * _ATTRIBUTES)(), ctypes.c_size_t(0), ctypes.c_size_t(0)
-        ctypes.c_int.from_buffer(attributes).value = _STREAM_ORDER
-        self._kept = attributes, first, failed
-        self._function = function
-        # One set of attributes, in force from the first copy on.
-        self._middle = (ctypes.addressof(attributes), ctypes.addressof(first), 1)
-        self._tail = (ctypes.addressof(failed),) if positions == 9 else ()
-
-    def __call__(self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """Copy all; ``array("Q")`` is taken as it is. Raises PoolError, ValueError for unequal lengths."""
-        if not len(to) == len(source) == len(sizes):
-            raise ValueError(f"copies: expected equal lengths, got {len(to)}, {len(source)}, {len(sizes)}")
-        rows = [_words(row) for row in (to, source, sizes)]
-        addresses = [row.buffer_info()[0] for row in rows]
-        code = self._function(*addresses, len(to), *self._middle, *self._tail, stream)
-        if code != 0:
-            raise PoolError(f"CUDA: batch of {len(to)} copies: error {code}")
-
-
 def _words(row: Sequence[int]) -> array[int]:
     return row if isinstance(row, array) and row.typecode == "Q" else array("Q", row)
 
 
 @functools.cache
-def _functions() -> native.Functions:
+def functions() -> native.Functions:
     """The functions of the driver that compiled code calls."""
     library = ctypes.CDLL("libcuda.so.1")
-    names = ("cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel")
-    return native.Functions(*(ctypes.cast(library[name], ctypes.c_void_p).value for name in names))
+    names = [
+        *("cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel"),
+        *("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"),
+    ]
+    found = [ctypes.cast(library[name], ctypes.c_void_p).value for name in names]
+    return native.Functions(*found, *_batch_copy(library))
 
 
-def _batch_copy() -> BatchCopy | None:
-    """The batch copy in the signature that this driver has; None where it has none."""
-    library = ctypes.CDLL("libcuda.so.1")
-    for version, positions in ((13000, 8), (12080, 9)):
+def _batch_copy(library: ctypes.CDLL) -> tuple[int, int]:
+    """Where the driver has its batch copy, and how many arguments it takes; 0, 0 where it has none."""
+    for version, arguments in ((13000, 8), (12080, 9)):
         address, status = ctypes.c_void_p(), ctypes.c_int()
-        arguments = (b"cuMemcpyBatchAsync", ctypes.byref(address), version, ctypes.c_uint64(0))
-        if library.cuGetProcAddress_v2(*arguments, ctypes.byref(status)) == 0 and address.value:
-            pointer, size = ctypes.c_void_p, ctypes.c_size_t
-            kinds = [pointer, pointer, pointer, size, pointer, pointer, size]
-            kinds += [pointer] * (positions - 7)
-            return BatchCopy(ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(address.value), positions)
-    return None
+        asked = (b"cuMemcpyBatchAsync", ctypes.byref(address), version, ctypes.c_uint64(0))
+        if library.cuGetProcAddress_v2(*asked, ctypes.byref(status)) == 0 and address.value:
+            return address.value, arguments
+    return 0, 0
 
 
 def _handle(stream: Stream) -> int:

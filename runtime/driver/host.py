@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 
 from poolwright.runtime.driver import Event, Launch, Memory, Parameters, Stream, Windows
+from poolwright.runtime.driver.relay import relay
+from poolwright.runtime.native import Rows
 
 
 class HostKernels:
@@ -83,6 +85,24 @@ class HostDriver:
     def launch(self, launch: Launch, stream: Stream, grid: int) -> Event:
         launch(stream, grid)
         return None
+
+    def launch_behind(
+        self, launch: Launch, stream: Stream, grid: int, other: Stream, before: Event | None, what: str
+    ) -> Event:
+        return self.launch(launch, stream, grid)
+
+    def relay(
+        self,
+        launch: Launch,
+        kernels: Stream,
+        grid: int,
+        copies: Stream,
+        rows: Rows,
+        inward: bool,
+        free: Event | None,
+        told: bool,
+    ) -> Event | None:
+        return relay(self, launch, kernels, grid, copies, rows, inward, free, told)
 
     def record(self, stream: Stream, timed: bool = False) -> Event:
         return time.perf_counter() if timed else None

@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 import torch
 
 from poolwright.runtime.driver import Launch, Memory
+from poolwright.runtime.driver.relay import relay
 from poolwright.runtime.driver.simulated_kernels import SimulatedKernels, merged
 from poolwright.runtime.driver.simulated_memory import Arena, Block, Clock, Shadow, SimulationError, join
 from poolwright.runtime.errors import NotAdmitted, PoolError
+from poolwright.runtime.native import Rows
 from poolwright.runtime.program import GroupProgram, SizedProgram
 
 CPU = 0
@@ -303,6 +305,31 @@ class SimulatedDriver:
     def launch(self, launch: Launch, stream: SimulatedStream, grid: int) -> SimulatedEvent:
         launch(stream, grid)
         return self.record(stream)
+
+    def launch_behind(
+        self,
+        launch: Launch,
+        stream: SimulatedStream,
+        grid: int,
+        other: SimulatedStream,
+        before: SimulatedEvent | None,
+        what: str,
+    ) -> SimulatedEvent:
+        self.enter(stream, other, before, what)
+        return self.launch(launch, stream, grid)
+
+    def relay(
+        self,
+        launch: Launch,
+        kernels: SimulatedStream,
+        grid: int,
+        copies: SimulatedStream,
+        rows: Rows,
+        inward: bool,
+        free: SimulatedEvent | None,
+        told: bool,
+    ) -> SimulatedEvent | None:
+        return relay(self, launch, kernels, grid, copies, rows, inward, free, told)
 
     def record(self, stream: SimulatedStream, timed: bool = False) -> SimulatedEvent:
         with self._call("record"):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from poolwright.runtime import jit
 
@@ -28,13 +29,14 @@ def library() -> ctypes.CDLL:
     return jit.load_host(jit.host_libraries([UNIT])[0])
 
 
-@functools.cache
-def _pages_of() -> Any:
-    """`pages_of` in submit.cpp, called with the interpreter's lock held: it is over sooner than the lock
-    would change hands."""
-    function = ctypes.PyDLL(None, handle=library()._handle).pages_of
-    pointer, word = ctypes.c_void_p, ctypes.c_uint64
-    function.argtypes = [pointer, pointer, pointer, word, word, pointer]
+def _taking(name: str, *, locked: bool = False) -> Any:
+    """A function of the compiled code that takes one block of words, and returns a signed one.
+
+    A block is made for each call: any thread may call, and that costs half of what several arguments do.
+    `locked`: called with the interpreter's lock held: it is over sooner than the lock would change hands.
+    """
+    loader = ctypes.PyDLL if locked else ctypes.CDLL
+    function: Any = loader(None, handle=library()._handle)[name]
     function.restype = ctypes.c_int64
     return function
 
@@ -42,27 +44,15 @@ def _pages_of() -> Any:
 class Functions(ctypes.Structure):
     """Addresses of functions of the CUDA driver, as `Functions` in submit.cpp."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("capturing", "record", "wait", "launch"))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("capturing", "record", "wait", "launch")),
+        *((name, ctypes.c_void_p) for name in ("copy_in", "copy_out", "batch")),
+        ("batch_arguments", ctypes.c_uint64),
+    )
 
 
 REFUSED = 1
 """`Stage` in submit.cpp: nothing was done."""
-
-
-class Enter:
-    """Puts one stream behind another, through `functions` of the driver; `between`: an event for it.
-
-    `call` takes stream, other stream, and an event that comes before, too, or 0; it returns 0 when all is
-    done, else what `stopped` reads. One thread at a time.
-    """
-
-    __slots__ = ("_kept", "call")
-
-    def __init__(self, functions: Functions, between: int) -> None:
-        call: Any = library()["enter"]
-        call.argtypes, call.restype = [ctypes.c_void_p] * 5, ctypes.c_int64
-        self._kept = functions
-        self.call = functools.partial(call, ctypes.addressof(functions), between)
 
 
 def stopped(found: int) -> tuple[int, int]:
@@ -70,32 +60,101 @@ def stopped(found: int) -> tuple[int, int]:
     return divmod(found, 1 << 32)
 
 
-class LaunchKernel:
-    """Launches `function` in blocks of `block` threads, through `functions` of the driver.
+_BEGIN, _LAUNCH, _LONE = struct.Struct("5Q"), struct.Struct("5Q"), struct.Struct("10Q")
+_BATCH, _RELAY = struct.Struct("7Q"), struct.Struct("12Q")
 
-    `parameters`: the address of the array of its parameters' addresses. `call` takes stream, number of
-    blocks, and an event to record behind the launch, or 0; it returns 0 when all is done, else what `stopped`
-    reads; `REFUSED`: it was not launched.
+
+class Calls:
+    """Calls of the CUDA driver, several in one, through its `functions`. `between`: an event for putting one
+    stream behind another; one thread at a time.
+
+    Streams, events and kernels are numbers, an event of 0 is none. What is returned is 0 when all is done.
     """
 
-    __slots__ = ("_kept", "call")
+    __slots__ = ("_at", "_between", "_copies", "_enter", "_kept", "_launch", "_lone", "_relay")
 
-    def __init__(self, functions: Functions, function: int, block: int, parameters: int) -> None:
-        call: Any = library()["launch"]
-        pointer, word = ctypes.c_void_p, ctypes.c_uint64
-        call.argtypes, call.restype = [pointer, pointer, pointer, word, pointer], ctypes.c_int64
-        kernel = array("Q", (function, block, parameters))
-        self._kept = functions, kernel
-        self.call = functools.partial(call, ctypes.addressof(functions), kernel.buffer_info()[0])
+    def __init__(self, functions: Functions, between: int) -> None:
+        self._kept, self._at, self._between = functions, ctypes.addressof(functions), between
+        self._enter, self._launch, self._lone = map(_taking, ("enter", "launch", "launch_behind"))
+        self._copies, self._relay = map(_taking, ("copies", "relay"))
+
+    def enter(self, stream: int, other: int, before: int) -> int:
+        """Put `stream` behind `other` and behind event `before`; else what `stopped` reads."""
+        found: int = self._enter(_BEGIN.pack(self._at, self._between, stream, other, before))
+        return found
+
+    def launch(self, kernel: int, stream: int, grid: int, event: int) -> int:
+        """Launch `grid` blocks and record `event` behind them; else what `stopped` reads; `REFUSED`: it was
+        not launched."""
+        found: int = self._launch(_LAUNCH.pack(self._at, kernel, stream, grid, event))
+        return found
+
+    def launch_behind(self, kernel: int, stream: int, grid: int, event: int, other: int, before: int) -> int:
+        """`enter`, then `launch`; else what `stopped` reads."""
+        at = self._at
+        words = _LONE.pack(at, self._between, stream, other, before, at, kernel, stream, grid, event)
+        found: int = self._lone(words)
+        return found
+
+    def copies(self, to: int, source: int, sizes: int, count: int, stream: int, inward: bool) -> int:
+        """Copy runs of bytes, given as addresses of three lists; else the driver's error."""
+        found: int = self._copies(_BATCH.pack(self._at, to, source, sizes, count, stream, inward))
+        return found
+
+    def relay(
+        self,
+        kernel: int,
+        grid: int,
+        kernels: int,
+        copies: int,
+        free: int,
+        event: int,
+        rows: Rows,
+        inward: bool,
+    ) -> int:
+        """Launch in stream `kernels` and copy in stream `copies`: copies first if `inward`, else last. The
+        first of both waits for event `free`; `event` is recorded behind the other. Else an error's number."""
+        room, at = len(rows.numbers) // 3, rows.numbers.buffer_info()[0]
+        streams = kernels, copies, free, self._between, event
+        words = _RELAY.pack(self._at, kernel, grid, *streams, at, room, rows.used, inward)
+        found: int = self._relay(words)
+        return found
+
+
+class Rows(NamedTuple):
+    """Copies between host memory and a slot in three equal rows: host addresses, slot addresses, bytes, of
+    which the first `used` are meant."""
+
+    numbers: array[int]
+    used: int
+
+    def row(self, number: int) -> array[int]:
+        """One of the three."""
+        first = number * (len(self.numbers) // 3)
+        return self.numbers[first : first + self.used]
+
+
+class Kernel:
+    """A kernel for `Calls`, `at` its address: `function` in blocks of `block` threads. `parameters`: the
+    address of the array of its parameters' addresses."""
+
+    __slots__ = ("_kept", "at")
+
+    def __init__(self, function: int, block: int, parameters: int) -> None:
+        self._kept = array("Q", (function, block, parameters))
+        self.at = self._kept.buffer_info()[0]
+
+
+_QUESTION = struct.Struct("6Q")
 
 
 class PageCheck:
-    """Checks lists of pages of one pool; `at` is the address of its limits, `call` takes it first.
+    """Checks lists of pages of one pool.
 
     `taken`: a byte for each host page, looked up where `ALLOCATED` is asked; it keeps its size.
     """
 
-    __slots__ = ("_kept", "at", "call")
+    __slots__ = ("_at", "_call", "_kept")
 
     def __init__(
         self,
@@ -112,8 +171,14 @@ class PageCheck:
         known = 0 if flags is None else ctypes.addressof(flags)
         words = (page_size, host_pages, host, device_pages, device, len(refused), refused.buffer_info()[0])
         limits = array("Q", (*words, known))
-        self.call, self.at = _pages_of(), limits.buffer_info()[0]
+        self._call, self._at = _taking("pages_of", locked=True), limits.buffer_info()[0]
         self._kept = limits, marks, refused, flags
+
+    def runs(self, host: int, device: int, count: int, ask: int, out: array[int]) -> int:
+        """Check `count` pages of the lists at both addresses (`device` 0: of the host's alone) and write them
+        to `out`, the host's first; runs of neighbouring host pages, or what is wrong."""
+        found: int = self._call(_QUESTION.pack(self._at, host, device, count, ask, out.buffer_info()[0]))
+        return found
 
 
 Run = tuple[int, int, int, int, int]
@@ -130,6 +195,9 @@ class Runs:
         self._kept, self.at, self.count = numbers, numbers.buffer_info()[0], len(numbers) // 5
 
 
+_LISTED = struct.Struct("10Q")
+
+
 class CopyLists:
     """Lists of copies between pages of one pool in host memory, from address `origin` on, and a slot.
 
@@ -139,7 +207,7 @@ class CopyLists:
     __slots__ = ("_at", "_call", "_kept")
 
     def __init__(self, origin: int, borders: Sequence[int]) -> None:
-        self._call, crossed = _copies_of(), array("Q", borders)
+        self._call, crossed = _taking("copies_of", locked=True), array("Q", borders)
         host = array("Q", (origin, len(borders), crossed.buffer_info()[0]))
         self._kept, self._at = (crossed, host), host.buffer_info()[0]
 
@@ -155,21 +223,11 @@ class CopyLists:
         """
         at, room = rows.buffer_info()
         numbered, count = pages.buffer_info()
-        found: int = self._call(
-            self._at, runs.at, runs.count, numbered, count, first, base, at, room // 3, used
-        )
+        place = (numbered, count, first, base, at, room // 3, used)
+        found: int = self._call(_LISTED.pack(self._at, runs.at, runs.count, *place))
         if 3 * found > room:
             raise ValueError(f"copies of {count} pages: expected room for {found}, got {room // 3}")
         return found
-
-
-@functools.cache
-def _copies_of() -> Any:
-    function = ctypes.PyDLL(None, handle=library()._handle).copies_of
-    pointer, word = ctypes.c_void_p, ctypes.c_uint64
-    function.argtypes = [pointer, pointer, word, pointer, word, word, word, pointer, word, word]
-    function.restype = word
-    return function
 
 
 @functools.cache

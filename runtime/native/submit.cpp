@@ -86,11 +86,20 @@ u64 runs_of(const Side& side, const u32* ids, u64 count) {
   return runs;
 }
 
+// What `pages_of` is asked: `count` pages of both lists (`device` null: of the host's alone).
+struct Question {
+  const Limits* limits;
+  const void *host, *device;
+  u64 count, ask;
+  u32* out;
+};
+
 }  // namespace
 
-// Checks `count` pages of both lists (`device` null: of the host's alone) and writes their numbers to `out`,
-// the host's first. Returns how many runs of neighbouring host pages there are, or what is wrong.
-extern "C" i64 pages_of(const Limits* limits, const void* host, const void* device, u64 count, u64 ask, u32* out) {
+// Checks pages and writes their numbers to `out`, the host's first. Returns how many runs of neighbouring host pages
+// there are, or what is wrong.
+extern "C" i64 pages_of(const Question* question) {
+  const auto [limits, host, device, count, ask, out] = *question;
   const u64 size = ask & by_token ? limits->page_size : 1;
   u32* const there = out + count;
   if (!pack(host, ask & host_wide, count, size, out)) return not_whole;
@@ -181,11 +190,25 @@ extern "C" void in_host_order(u32* ids, u64 count) {
   }
 }
 
-// Copies of `count` pages, the first of which is at position `first` of the slot at `base`, into three rows of
-// `room` numbers each from `out` + `used` on: host addresses, slot addresses, bytes. Neighbouring pages are one
-// copy where their bytes are neighbours on both sides. Returns how many copies there are then.
-extern "C" u64 copies_of(const Host* memory, const Run* runs, u64 run_count, const u32* pages, u64 count, u64 first,
-                         u64 base, u64* out, u64 room, u64 used) {
+namespace {
+
+// What `copies_of` lists: copies of `count` pages, the first of which is at position `first` of the slot at `base`.
+struct Listed {
+  const Host* memory;
+  const Run* runs;
+  u64 run_count;
+  const u32* pages;
+  u64 count, first, base;
+  u64* out;
+  u64 room, used;
+};
+
+}  // namespace
+
+// Lists copies in three rows of `room` numbers each from `out` + `used` on: host addresses, slot addresses, bytes.
+// Neighbouring pages are one copy where their bytes are neighbours on both sides. Returns how many there are then.
+extern "C" u64 copies_of(const Listed* listed) {
+  const auto [memory, runs, run_count, pages, count, first, base, out, room, used] = *listed;
   Copies copies{out, out + room, out + 2 * room, room, used};
   for (u64 r = 0; r < run_count; ++r) {
     const Run run = runs[r];
@@ -211,6 +234,10 @@ struct Functions {
   int (*wait)(void* stream, void* event, unsigned flags);
   int (*launch)(void* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned shared,
                 void* stream, void** parameters, void** extra);
+  int (*copy_in)(u64 to, const void* from, u64 nbytes, void* stream);
+  int (*copy_out)(void* to, u64 from, u64 nbytes, void* stream);
+  void* batch;          // cuMemcpyBatchAsync; null where the driver has none
+  u64 batch_arguments;  // 9 with a place for the index of a failed copy, else 8
 };
 
 // What does not change between launches.
@@ -220,29 +247,145 @@ struct Kernel {
   void** parameters;
 };
 
-// Where `enter` or `launch` stopped: above the driver's error in what it returns.
+// Copies of bytes in `stream`, host to device where they go `inward`.
+struct Batch {
+  const u64 *to, *from, *sizes;
+  u64 count;
+  void* stream;
+  u64 inward;
+};
+
+// Where a call stopped, above the driver's error in what it returns.
 enum Stage : i64 { refused = i64(1) << 32, failed = i64(2) << 32 };
+
+constexpr u64 few_copies = 2;      // one by one are faster than a batch
+constexpr u64 batch_limit = 4096;  // descriptors of one call: very long ones have crashed drivers
+
+int each_copy(const Functions& driver, const Batch& batch) {
+  for (u64 i = 0; i < batch.count; ++i) {
+    const u64 to = batch.to[i], from = batch.from[i], size = batch.sizes[i];
+    const int code = batch.inward ? driver.copy_in(to, reinterpret_cast<const void*>(from), size, batch.stream)
+                                  : driver.copy_out(reinterpret_cast<void*>(to), from, size, batch.stream);
+    if (code != 0) return code;
+  }
+  return 0;
+}
+
+int one_batch(const Functions& driver, const Batch& batch, u64 first, u64 count) {
+  using Newer = int (*)(const u64*, const u64*, const u64*, u64, void*, u64*, u64, void*);
+  using Older = int (*)(const u64*, const u64*, const u64*, u64, void*, u64*, u64, u64*, void*);
+  int attributes[16] = {1};  // sources are read in stream order; as long as those of any version, the rest zero
+  u64 from_first_on = 0, bad = 0;
+  const u64 *to = batch.to + first, *from = batch.from + first, *sizes = batch.sizes + first;
+  return driver.batch_arguments == 9
+             ? reinterpret_cast<Older>(driver.batch)(to, from, sizes, count, attributes, &from_first_on, 1, &bad,
+                                                     batch.stream)
+             : reinterpret_cast<Newer>(driver.batch)(to, from, sizes, count, attributes, &from_first_on, 1,
+                                                     batch.stream);
+}
+
+int copy_all(const Functions& driver, const Batch& batch) {
+  if (batch.count <= few_copies || !driver.batch) return each_copy(driver, batch);
+  for (u64 first = 0; first < batch.count; first += batch_limit) {
+    const u64 left = batch.count - first;
+    const int code = one_batch(driver, batch, first, left < batch_limit ? left : batch_limit);
+    if (code != 0) return code;
+  }
+  return 0;
+}
+
+// `stream` behind `other`, by event `between`.
+int follow(const Functions& driver, void* stream, void* other, void* between) {
+  const int code = driver.record(between, other);
+  return code == 0 ? driver.wait(stream, between, 0) : code;
+}
+
+int launch_one(const Functions& driver, const Kernel& kernel, void* stream, u64 grid) {
+  return driver.launch(kernel.function, unsigned(grid), 1, 1, unsigned(kernel.block), 1, 1, 0, stream,
+                       kernel.parameters, nullptr);
+}
+
+// A submission to `stream` begins: behind all that is in `other`, and behind event `before` (null: none).
+struct Begin {
+  const Functions* driver;
+  void *between, *stream, *other, *before;
+};
+
+// `grid` blocks of a kernel in `stream`, and `event` (null: none) recorded behind them.
+struct Launch {
+  const Functions* driver;
+  const Kernel* kernel;
+  void* stream;
+  u64 grid;
+  void* event;
+};
+
+struct Copying {
+  const Functions* driver;
+  Batch batch;
+};
+
+struct Lone {
+  Begin begin;
+  Launch launch;
+};
+
+// A kernel in stream `kernels` and copies in stream `copies`, which come first where they go inward, else last. The
+// first of both waits for `free`; `event` is recorded behind the other (null: neither). `rows`: host addresses, slot
+// addresses, bytes, `room` numbers each.
+struct Relay {
+  const Functions* driver;
+  const Kernel* kernel;
+  u64 grid;
+  void *kernels, *copies, *free, *between, *event;
+  const u64* rows;
+  u64 room, count, inward;
+};
 
 }  // namespace
 
-// Puts `stream` behind everything that is in `other`, by event `between`, and behind event `before` (null: none).
 // Returns 0; `refused` when `other` is being captured, or does not say, and nothing was done; `failed`.
-extern "C" i64 enter(const Functions* driver, void* between, void* stream, void* other, void* before) {
+extern "C" i64 enter(const Begin* begin) {
+  const Functions& driver = *begin->driver;
   int status = 0;
-  int code = driver->capturing(other, &status);
+  int code = driver.capturing(begin->other, &status);
   if (code != 0 || status != 0) return refused | code;
-  code = driver->record(between, other);
-  if (code == 0) code = driver->wait(stream, between, 0);
-  if (code == 0 && before) code = driver->wait(stream, before, 0);
+  code = follow(driver, begin->stream, begin->other, begin->between);
+  if (code == 0 && begin->before) code = driver.wait(begin->stream, begin->before, 0);
   return code == 0 ? 0 : failed | code;
 }
 
-// Launches `grid` blocks of a kernel in `stream`, and records `event` (null: none) behind them.
 // Returns 0; `refused` when it was not launched; `failed` when it was, and the event is not recorded.
-extern "C" i64 launch(const Functions* driver, const Kernel* kernel, void* stream, u64 grid, void* event) {
-  int code = driver->launch(kernel->function, unsigned(grid), 1, 1, unsigned(kernel->block), 1, 1, 0, stream,
-                            kernel->parameters, nullptr);
+extern "C" i64 launch(const Launch* launch) {
+  int code = launch_one(*launch->driver, *launch->kernel, launch->stream, launch->grid);
   if (code != 0) return refused | code;
-  if (event) code = driver->record(event, stream);
+  if (launch->event) code = launch->driver->record(launch->event, launch->stream);
   return code == 0 ? 0 : failed | code;
+}
+
+// Both: returns as `enter`; `failed`, too, when it was not launched.
+extern "C" i64 launch_behind(const Lone* lone) {
+  const i64 entered = enter(&lone->begin);
+  if (entered != 0) return entered;
+  const i64 found = launch(&lone->launch);
+  return found == 0 ? 0 : failed | (found & ~u32(0));
+}
+
+// Returns 0 or the driver's error.
+extern "C" i64 copies(const Copying* copying) { return copy_all(*copying->driver, copying->batch); }
+
+// Returns 0 or the driver's error.
+extern "C" i64 relay(const Relay* relay) {
+  const Functions& driver = *relay->driver;
+  const bool inward = relay->inward != 0;
+  const u64 *host = relay->rows, *slot = host + relay->room, *sizes = slot + relay->room;
+  const Batch batch{inward ? slot : host, inward ? host : slot, sizes, relay->count, relay->copies, relay->inward};
+  void* const first = inward ? relay->copies : relay->kernels;
+  void* const second = inward ? relay->kernels : relay->copies;
+  int code = relay->free ? driver.wait(first, relay->free, 0) : 0;
+  if (code == 0) code = inward ? copy_all(driver, batch) : launch_one(driver, *relay->kernel, first, relay->grid);
+  if (code == 0) code = follow(driver, second, first, relay->between);
+  if (code == 0) code = inward ? launch_one(driver, *relay->kernel, second, relay->grid) : copy_all(driver, batch);
+  if (code == 0 && relay->event) code = driver.record(relay->event, second);
+  return code;
 }
