@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import poolwright.generated as generated
 from poolwright.runtime import jit
 from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools import cases
+from poolwright.runtime.tools.measure import Run, Sample
 from poolwright.runtime.tools.samples import samples
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -144,6 +146,31 @@ def test_the_grid_goes_on_where_it_ended(small: Any, tmp_path: Path, capsys: Any
     assert capsys.readouterr().out == ""
     small.summary(kept)
     assert "12 cells" in capsys.readouterr().out
+
+
+class Counting:
+    """A clock that counts; a plain copy takes `seconds`, but for the first time, everything else an hour."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.times: Counter[str] = Counter()
+
+    def time(self, run: Run) -> Sample:
+        self.times[run.name] += 1
+        first = self.times[run.name] == 1
+        return Sample(self.seconds if run.name == "ref" and not first else 3600.0, 0.0, None, True)
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(99e-6, 20), (100e-6, 5), (1.0, 5)])
+def test_short_cells_are_repeated_four_times_as_often(small: Any, seconds: float, repeats: int) -> None:
+    clock = Counting(seconds)
+    rig = module("shapes").Rig(small.SHAPES[0], 1, "cpu")
+    for _ in small.Grid(rig, clock, repeats=5).cells(1, "scattered"):
+        pass
+    rig.close()
+    warm_ups, directions = 3, {"ref": 3, "host": 2, "chosen": 3}
+    counted = {name: clock.times[name] - n * warm_ups for name, n in directions.items()}
+    assert counted == {"ref": 3 * (repeats + small.PROBES), "host": 2 * repeats, "chosen": 3 * repeats}
 
 
 def test_a_way_that_moves_other_bytes_ends_the_grid(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
