@@ -5,7 +5,7 @@ is left out and the table says so. Out: a line a cell, then the targets that are
 the figures, and a second run with the same file goes on where the first ended.
 
 Every cell stands beside ``ref``, one plain pinned copy of as many bytes. Bytes are compared for every way in
-the same run, before it is timed. Repetitions of all ways of a cell are interleaved.
+the same run, before it is timed. Repetitions of all ways of a cell are interleaved; short cells have more.
 
 Run ``python benchmarks/grid.py --json grid.json --budget-s 540``; ``--help`` lists the options.
 """
@@ -35,6 +35,13 @@ from poolwright.runtime.tools.measure import Clock, CudaClock, HostClock, Run, T
 PAGES = (1, 8, 64, 1024)
 LIMIT = 1 << 30
 """Bytes of the largest cell: a count of pages that would move more is lowered."""
+
+SHORT, MORE = 100e-6, 4
+"""A cell whose plain copy takes less than so many seconds is repeated so many times as often: medians of
+seven repetitions of one and the same path differ by up to 4 % there. The spread that targets allow for is
+that of single repetitions: more do not narrow it, but of seven it is less than half of itself once in six."""
+PROBES = 3
+"""Plain copies that tell whether a cell is short; the fastest counts."""
 
 SLOW_REPEATS, SLOW_LIMIT = 3, 256 << 20
 """Repetitions of indexing by torch, and bytes from which on it is left out: it takes seconds there."""
@@ -82,7 +89,7 @@ class Grid:
         runs, paths = _checked([*runs], check)
         slow, slow_paths = _checked(slow if pages * shape.page_bytes <= self._slow_limit else [], check)
         paths |= slow_paths
-        timed: dict[str, Timing] = interleaved(runs, self._clock, self._repeats)
+        timed: dict[str, Timing] = interleaved(runs, self._clock, self._repeats_of(runs[0]))
         if slow:
             timed |= interleaved(slow, self._clock, SLOW_REPEATS, warm_ups=1)
         figures = {name: _figure(timing, paths.get(name, "")) for name, timing in timed.items()}
@@ -90,6 +97,11 @@ class Grid:
             *(shape.name, shape.page_size, pages, order, direction),
             *(shape.page_bytes // len(shape.rows), pages * shape.page_bytes, shape.layers, figures),
         )
+
+    def _repeats_of(self, ref: Run) -> int:
+        """Repetitions of a cell by what its plain copy takes."""
+        took = min(self._clock.time(ref).seconds for _ in range(PROBES))
+        return self._repeats * (MORE if took < SHORT else 1)
 
     # ---- ways to move
 
@@ -342,7 +354,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="where results are kept, and read from to go on")
     parser.add_argument("--budget-s", type=float, default=1e9, help="begin no further group after so long")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help=f"{MORE} times as many for short cells")
     parser.add_argument("--limit-mb", type=int, default=LIMIT >> 20, help="bytes of the largest cell")
     parser.add_argument("--order", nargs="+", default=["scattered", "runs"])
     parser.add_argument("--pages", type=int, nargs="+", default=PAGES)

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,13 @@ from poolwright.runtime.testing import use_driver
 BURST, DEPTH = 32, 4
 LEAST, SECONDS = 10, 0.7
 """Rounds of a cell at least, and how long it may take with more."""
+WAYS = ("zero_copy", "staged", "load by layer")
+GROUP_PAGES = (1, 64, 1024)
+"""Pages of latents that a group moves beside one state."""
 Ids = tuple[torch.Tensor, torch.Tensor]
 Submit = Callable[[], Any]
+Figures = tuple[float, ...]
+"""CPU time of a submission in microseconds; the first is the one to compare."""
 
 
 def build(page_size: int, pages: int, device: str) -> HostPool:
@@ -86,58 +91,108 @@ def scattered(of: int, count: int) -> torch.Tensor:
     return torch.randperm(of)[:count]
 
 
-def ways(pool: HostPool, ids: Ids, unit: str) -> list[Submit]:
-    """zero_copy, staged, and a load in layer order."""
+def ways(moved: HostPool | HostPoolGroup, given: tuple[Any, ...], unit: str) -> list[Submit]:
+    """A submission for each of `WAYS`. `given`: (host ids, device ids) of a pool, (moves,) of a group."""
     return [
-        lambda: pool.write_back(*ids, unit=unit, path="zero_copy"),
-        lambda: pool.write_back(*ids, unit=unit, path="staged"),
-        lambda: pool.load(*ids, unit=unit, order="layer", path="zero_copy"),
+        lambda: moved.write_back(*given, unit=unit, path="zero_copy"),
+        lambda: moved.write_back(*given, unit=unit, path="staged"),
+        lambda: moved.load(*given, unit=unit, order="layer", path="zero_copy"),
     ]
 
 
 # ---- submissions on a device ------------------------------------------------------------------
 
 
-def microseconds(submit: Submit, rounds: int) -> tuple[float, float, float]:
-    """CPU time of a submission: the median and the best tenth with room in the queue, one of a burst."""
-    single: list[float] = []
-    burst: list[float] = []
-    end = time.perf_counter() + SECONDS
+def microseconds(submits: Sequence[Submit], rounds: int) -> list[Figures]:
+    """CPU time of each submission: the median and the best tenth with room in the queue, one of a burst.
+
+    They take turns, so that a slow moment of the machine touches all alike.
+    """
+    single: list[list[float]] = [[] for _ in submits]
+    burst: list[list[float]] = [[] for _ in submits]
+    end = time.perf_counter() + SECONDS * len(submits)
     for repeat in range(-3, rounds):
         if repeat >= LEAST and time.perf_counter() > end:
             break
-        tickets, took = [], []
-        for _ in range(DEPTH):
-            begin = time.perf_counter()
-            tickets.append(submit())
-            took.append((time.perf_counter() - begin) * 1e6)
-        for ticket in tickets:
-            ticket.wait()
-        single += took if repeat >= 0 else []
+        for submit, found in zip(submits, single, strict=True):
+            took = one_by_one(submit)
+            found += took if repeat >= 0 else []
     for _ in range(3):
+        for submit, found in zip(submits, burst, strict=True):
+            found.append(best(submit, lambda ticket: ticket.wait(), 1))
+    return [
+        (statistics.median(took), statistics.quantiles(took, n=10)[0], statistics.median(bursts))
+        for took, bursts in zip(single, burst, strict=True)
+    ]
+
+
+def one_by_one(submit: Submit) -> list[float]:
+    """Microseconds of each of `DEPTH` submissions, which are then waited for."""
+    tickets, took = [], []
+    for _ in range(DEPTH):
         begin = time.perf_counter()
-        tickets = [submit() for _ in range(BURST)]
-        burst.append((time.perf_counter() - begin) / BURST * 1e6)
-        for ticket in tickets:
-            ticket.wait()
-    return statistics.median(single), statistics.quantiles(single, n=10)[0], statistics.median(burst)
+        tickets.append(submit())
+        took.append((time.perf_counter() - begin) * 1e6)
+    for ticket in tickets:
+        ticket.wait()
+    return took
 
 
 def submissions(rounds: int) -> None:
-    def cell(submit: Submit) -> str:
-        return "{:.1f} / {:.1f} / {:.1f}".format(*microseconds(submit, rounds))
-
     print(
         f"CPU time in us: median / best tenth of single ones (under {DEPTH} under way) / burst of {BURST}\n"
     )
-    print("| pages | unit | zero_copy | staged | load by layer |\n|---|---|---|---|---|")
+    print(f"| pages | unit | {' | '.join(WAYS)} |\n|---|---|---|---|---|")
     for pages, unit, pool, ids in cases("cuda:0"):
-        print(f"| {pages} | {unit} | {' | '.join(map(cell, ways(pool, ids, unit)))} |", flush=True)
-    print("\n| 64 pages of kv, one state | us |\n|---|---|")
-    group, moves = build_group("cuda:0")
-    for name, submit in group_ways(group, moves).items():
-        print(f"| {name} | {cell(submit)} |", flush=True)
+        cells = [shown(*microseconds([submit], rounds)) for submit in ways(pool, ids, unit)]
+        print(f"| {pages} | {unit} | {' | '.join(cells)} |", flush=True)
+    group = build_group("cuda:0")
+    group_table(group, partial(microseconds, rounds=rounds))
     group.destroy()
+
+
+def shown(figures: Figures) -> str:
+    return " / ".join(f"{figure:.1f}" for figure in figures)
+
+
+# ---- a group ----------------------------------------------------------------------------------
+
+
+def build_group(device: str) -> HostPoolGroup:
+    """Latents of 7 layers and states of 21 (Kimi-Linear's kinds), bound."""
+    group = KimiLinearHostPoolGroup(
+        full_attention_layers=range(3, 28, 4),
+        linear_attention_layers=[layer for layer in range(27) if layer % 4 != 3],
+        page_size=1,
+        kv={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": torch.bfloat16, "layout": "page_first"},
+        state={
+            **{"heads": 8, "head_dim": 128, "kernel": 4, "ngram": 0},
+            **{"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16},
+        },
+        capacity_pages={"kv": 1200, "state": 2},
+        device=device,
+        require=None if device == "cpu" else "cuda",
+    )
+    rows = [torch.empty(1200, 576, dtype=torch.bfloat16, device=device) for _ in range(7)]
+    temporal = torch.empty(21, 3, 8, 128, 128, device=device)
+    conv = torch.empty(21, 3, 3, 3072, dtype=torch.bfloat16, device=device)
+    group.bind({"kv": {"kv": rows}, "state": {"temporal": temporal, "conv": conv}})
+    return group
+
+
+def group_table(group: HostPoolGroup, measure: Callable[[Sequence[Submit]], list[Figures]]) -> None:
+    """Each pool of the group by itself, and both in one submission beside the one that takes longer."""
+    print("\n| pages of kv, one state | way | kv alone | state alone | kv and state | ratio to the larger |")
+    print("|---|---|---|---|---|---|")
+    kv, state = group.pools["kv"], group.pools["state"]
+    one = torch.tensor([0]), torch.tensor([1])
+    for pages in GROUP_PAGES:
+        ids = scattered(1200, pages), scattered(1200, pages)
+        both = ways(group, ({"kv": ids, "state": one},), "page")
+        for way, *submits in zip(WAYS, ways(kv, ids, "page"), ways(state, one, "page"), both, strict=True):
+            *alone, together = found = measure(submits)
+            ratio = together[0] / max(figures[0] for figures in alone)
+            print(f"| {pages} | {way} | {' | '.join(map(shown, found))} | {ratio:.2f} |", flush=True)
 
 
 # ---- Python's share ---------------------------------------------------------------------------
@@ -157,65 +212,26 @@ def best(call: Submit, done: Callable[[Any], None], repeats: int) -> float:
 
 def shares(repeats: int) -> None:
     """Python's share of each submission, and that of checking the ids alone."""
-    print("| pages | unit | ids us | zero_copy us | staged us | load by layer us |")
+    print(f"| pages | unit | ids us | {' | '.join(f'{way} us' for way in WAYS)} |")
     print("|---|---|---|---|---|---|")
     with use_driver(nothing.NoDriver()):
         for pages, unit, pool, ids in cases("cpu"):
             check = partial(indices.batch, limits_of(pool), *ids, unit, "cheap", True)
             cells = [best(check, lambda _: None, repeats)]
             cells += [best(submit, lambda ticket: ticket.wait(), repeats) for submit in ways(pool, ids, unit)]
-            shown = " | ".join(f"{cell:.1f}" for cell in cells)
-            print(f"| {pages} | {unit} | {shown} |", flush=True)
-
-
-def build_group(device: str) -> tuple[HostPoolGroup, Mapping[str, Ids]]:
-    """Latents of 7 layers and states of 21 (Kimi-Linear's kinds), bound; 64 pages and one state to move."""
-    group = KimiLinearHostPoolGroup(
-        full_attention_layers=range(3, 28, 4),
-        linear_attention_layers=[layer for layer in range(27) if layer % 4 != 3],
-        page_size=1,
-        kv={"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": torch.bfloat16, "layout": "page_first"},
-        state={
-            **{"heads": 8, "head_dim": 128, "kernel": 4, "ngram": 0},
-            **{"ssm_dtype": torch.float32, "conv_dtype": torch.bfloat16},
-        },
-        capacity_pages={"kv": 1200, "state": 2},
-        device=device,
-        require=None if device == "cpu" else "cuda",
-    )
-    rows = [torch.empty(1200, 576, dtype=torch.bfloat16, device=device) for _ in range(7)]
-    temporal = torch.empty(21, 3, 8, 128, 128, device=device)
-    conv = torch.empty(21, 3, 3, 3072, dtype=torch.bfloat16, device=device)
-    group.bind({"kv": {"kv": rows}, "state": {"temporal": temporal, "conv": conv}})
-    state = torch.tensor([0]), torch.tensor([1])
-    return group, {"kv": (scattered(1200, 64), scattered(1200, 64)), "state": state}
-
-
-def group_ways(group: HostPoolGroup, moves: Mapping[str, Ids]) -> dict[str, Submit]:
-    """Each pool of the group by itself, and all of them, by `zero_copy` and in layer order."""
-    return {
-        "state alone": lambda: group.pools["state"].write_back(
-            *moves["state"], unit="page", path="zero_copy"
-        ),
-        "state alone, by layer": lambda: group.pools["state"].load(
-            *moves["state"], unit="page", order="layer", path="zero_copy"
-        ),
-        "kv alone": lambda: group.pools["kv"].write_back(*moves["kv"], unit="page", path="zero_copy"),
-        "kv and state": lambda: group.write_back(moves, "page", path="zero_copy"),
-        "kv alone, by layer": lambda: group.pools["kv"].load(
-            *moves["kv"], unit="page", order="layer", path="zero_copy"
-        ),
-        "kv and state, by layer": lambda: group.load(moves, "page", order="layer", path="zero_copy"),
-    }
+            print(f"| {pages} | {unit} | {' | '.join(f'{cell:.1f}' for cell in cells)} |", flush=True)
 
 
 def group_shares(repeats: int) -> None:
-    """Python's share of a group's submission beside that of its largest pool."""
-    print("\n| 64 pages of kv, one state | us |\n|---|---|")
+    """Python's share of a group's submissions."""
+
+    def measure(submits: Sequence[Submit]) -> list[Figures]:
+        turns = ([best(one, lambda ticket: ticket.wait(), 1) for one in submits] for _ in range(repeats))
+        return [(min(found),) for found in zip(*turns, strict=True)]
+
     with use_driver(nothing.NoDriver()):
-        group, moves = build_group("cpu")
-    for name, submit in group_ways(group, moves).items():
-        print(f"| {name} | {best(submit, lambda ticket: ticket.wait(), repeats):.1f} |", flush=True)
+        group = build_group("cpu")
+    group_table(group, measure)
     group.destroy()
 
 

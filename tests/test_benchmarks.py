@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 
 import poolwright.generated as generated
 from poolwright.runtime import jit
+from poolwright.runtime.testing import use_driver
 from poolwright.runtime.tools import cases
+from poolwright.runtime.tools.measure import Run, Sample
 from poolwright.runtime.tools.samples import samples
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -143,6 +146,31 @@ def test_the_grid_goes_on_where_it_ended(small: Any, tmp_path: Path, capsys: Any
     assert capsys.readouterr().out == ""
     small.summary(kept)
     assert "12 cells" in capsys.readouterr().out
+
+
+class Counting:
+    """A clock that counts; a plain copy takes `seconds`, but for the first time, everything else an hour."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.times: Counter[str] = Counter()
+
+    def time(self, run: Run) -> Sample:
+        self.times[run.name] += 1
+        first = self.times[run.name] == 1
+        return Sample(self.seconds if run.name == "ref" and not first else 3600.0, 0.0, None, True)
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(99e-6, 20), (100e-6, 5), (1.0, 5)])
+def test_short_cells_are_repeated_four_times_as_often(small: Any, seconds: float, repeats: int) -> None:
+    clock = Counting(seconds)
+    rig = module("shapes").Rig(small.SHAPES[0], 1, "cpu")
+    for _ in small.Grid(rig, clock, repeats=5).cells(1, "scattered"):
+        pass
+    rig.close()
+    warm_ups, directions = 3, {"ref": 3, "host": 2, "chosen": 3}
+    counted = {name: clock.times[name] - n * warm_ups for name, n in directions.items()}
+    assert counted == {"ref": 3 * (repeats + small.PROBES), "host": 2 * repeats, "chosen": 3 * repeats}
 
 
 def test_a_way_that_moves_other_bytes_ends_the_grid(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,3 +328,64 @@ def test_settings_are_ranked_by_what_all_long_loads_lose() -> None:
     rows.append(layer_order.Row("short", 8 * MB, 10.0, False, "usual", 2 << 20, 16, 50.0, 30.0))
     told = [(float(line.split()[0]), int(line.split()[-1])) for line in layer_order.shortfalls(rows)]
     assert told == [(1.0, 16), (2.0, 8), (7.0, 24)]
+
+
+def test_a_group_stands_beside_its_pools_for_every_count_and_way(capsys: Any) -> None:
+    submit, nothing = module("submit"), module("nothing")
+    with use_driver(nothing.NoDriver()):
+        group = submit.build_group("cpu")
+    paths, took = [], iter(range(1, 100))
+
+    def measure(submits: Any) -> list[tuple[float, ...]]:
+        for made in submits:
+            ticket = made()
+            ticket.wait()
+            paths.append(ticket.path)
+        return [(float(next(took)), 0.5) for _ in submits]
+
+    submit.group_table(group, measure)
+    group.destroy()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[3:]]
+    counts = [f"| {pages}" for pages in (1, 64, 1024)]
+    assert [row[:2] for row in rows] == [[count, way] for count in counts for way in submit.WAYS]
+    assert paths == [path for path in ("zero_copy", "staged", "zero_copy") for _ in range(3)] * 3
+    # kv, state, both of the second row take 4, 5 and 6.
+    assert rows[1][2:] == ["4.0 / 0.5", "5.0 / 0.5", "6.0 / 0.5", "1.20 |"]
+
+
+def test_the_shares_of_python_have_a_column_a_way(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = module("submit")
+    monkeypatch.setattr(submit, "BURST", 1)
+    submit.shares(1)
+    submit.group_shares(1)
+    out = capsys.readouterr().out
+    head, _, *rows = out.split("\n\n")[0].splitlines()
+    ways = [f"{way} us" for way in submit.WAYS]
+    assert [part.strip() for part in head.split("|")[3:-1]] == ["ids us", *ways]
+    assert {len(row.split("|")) for row in rows} == {len(head.split("|"))}
+    assert all(float(part) > 0 for row in rows for part in row.split("|")[3:-1])
+    assert len(out.split("\n\n")[1].splitlines()) == 2 + 3 * len(submit.WAYS)
+
+
+def test_submissions_are_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, now, log = module("submit"), 0.0, []
+
+    class Ticket:
+        def wait(self) -> None:
+            log.append("wait")
+
+    def made(name: str, seconds: float) -> Any:
+        def call() -> Ticket:
+            nonlocal now
+            now += seconds
+            log.append(name)
+            return Ticket()
+
+        return call
+
+    monkeypatch.setattr(submit.time, "perf_counter", lambda: now)
+    found = submit.microseconds([made("a", 1e-6), made("b", 3e-6)], rounds=2)
+    assert found == [pytest.approx((1.0, 1.0, 1.0)), pytest.approx((3.0, 3.0, 3.0))]
+    turn = [step for name in "ab" for step in [name] * submit.DEPTH + ["wait"] * submit.DEPTH]
+    bursts = [step for name in "ab" for step in [name] * submit.BURST + ["wait"] * submit.BURST]
+    assert log == turn * (3 + 2) + bursts * 3

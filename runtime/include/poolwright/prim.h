@@ -121,21 +121,18 @@ struct PageIds {
   PW_FN u32 device(u32 n) const { return device_ids[n]; }
 };
 
-// Token ids of one launch: pairs, or (`memory`) host pages and device ids that are read in place.
+// Token ids of one launch: pairs, or (`in_place`) host pages and device ids where the caller has them. Read without
+// branches: they stand in every copy of an unrolled loop, and compiling took half as long again with them.
 struct TokenIds {
   const u32* host_ids;
-  const u32* device_ids;
-  u64 memory;  // address of the first device id, 0 for pairs
-  i64 step;    // ids from one to the next
-  u64 wide;    // 1: 64-bit ids, 0: 32-bit
+  u64 device_ids;  // address of the first; of 64-bit ids the lower halves, which come first in memory, are read
+  i64 step;        // bytes from one device id to the next
+  bool in_place;
   PW_FN u32 host(u32 n, u32 page_size) const {
-    return memory ? host_ids[n / page_size] * page_size + n % page_size : host_ids[n];
+    const u32 id = host_ids[in_place ? n / page_size : n];
+    return in_place ? id * page_size + n % page_size : id;
   }
-  PW_FN u32 device(u32 n) const {
-    if (!memory) return device_ids[n];
-    const i64 at = i64(n) * step;
-    return wide ? u32(((const i64*)memory)[at]) : u32(((const i32*)memory)[at]);
-  }
+  PW_FN u32 device(u32 n) const { return *(const u32*)(device_ids + u64(i64(n) * step)); }
 };
 
 // Few page ids travel in the parameters of a launch: host ids of a pool, then its device ids.
@@ -194,7 +191,10 @@ struct Ids {
   PW_FN PageIds pages(const Few& list) const {
     return few ? PageIds{list.at + few - 1, list.at + few - 1 + count} : PageIds{host_ids, device_ids};
   }
-  PW_FN TokenIds tokens() const { return {host_ids, device_ids, memory, step, wide}; }
+  PW_FN TokenIds tokens() const {
+    if (!memory) return {host_ids, u64(device_ids), 4, false};
+    return {host_ids, memory, step * (wide ? 8 : 4), true};
+  }
   PW_FN Steps window(u32 first, u32 columns, u32 count) const { return {steps + first * columns, columns, count}; }
 };
 
