@@ -103,15 +103,15 @@ PW_FN u32 next(u32 lane, u32 lanes, u32 total) {
 
 PW_FN u32 fewer(u32 a, u32 b) { return a < b ? a : b; }
 
-// One number of a step: every thread reads it.
+// An id that stands for nothing: checks on the device put it where they found a wrong one.
+PW_CONSTANT(u32, skipped, 0xffffffffu);
+
+// A number that nobody writes meanwhile: it may be read ahead of what stands before it.
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 PW_FN u32 number(const u32* at) { return __ldg(at); }
 #else
 PW_FN u32 number(const u32* at) { return *at; }
 #endif
-
-// An id that stands for nothing: checks on the device put it where they found a wrong one.
-PW_CONSTANT(u32, skipped, 0xffffffffu);
 
 // Page ids of one launch, in pairs.
 struct PageIds {
@@ -129,10 +129,10 @@ struct TokenIds {
   i64 step;        // bytes from one device id to the next
   bool in_place;
   PW_FN u32 host(u32 n, u32 page_size) const {
-    const u32 id = host_ids[in_place ? n / page_size : n];
+    const u32 id = number(host_ids + (in_place ? n / page_size : n));
     return in_place ? id * page_size + n % page_size : id;
   }
-  PW_FN u32 device(u32 n) const { return *(const u32*)(device_ids + u64(i64(n) * step)); }
+  PW_FN u32 device(u32 n) const { return number((const u32*)(device_ids + u64(i64(n) * step))); }
 };
 
 // Few page ids travel in the parameters of a launch: host ids of a pool, then its device ids.
