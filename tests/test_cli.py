@@ -228,6 +228,11 @@ def test_new_under_the_name_of_a_shipped_spec_takes_it_as_it_is(
     assert cli.main(["build"]) == 0
 
 
+def test_new_takes_a_name_like_a_shipped_one_with_a_spec_to_start_from(filled: Path) -> None:
+    assert cli.main(["new", "mha_mxfp", "--like", "mla"]) == 0
+    assert "class: MhaMxfpPoolHost" in (filled / "specs/mha_mxfp.yaml").read_text()
+
+
 @pytest.mark.parametrize("like", ["mha", "mla"])
 def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None:
     assert cli.main(["new", f"like_{like}", "--like", like]) == 0
@@ -248,6 +253,8 @@ def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None
         (["one_"], "specs/one.yaml has the class OnePoolHost already; take another name"),
         (["kimi_linear"], "take its pools (`codegen new mla`, `codegen new kda_state`) and copy "),
         (["dsv4"], "is a shipped group, not a pool: take its pools (`codegen new logical`, "),
+        (["mha_mxfp"], "'mha_mxfp' is no shipped pool or group (did you mean 'mha_mxfp8'"),
+        (["qwen3_nxt"], "is no shipped pool or group (did you mean 'qwen3_next'?); for a new pool of that "),
     ],
 )
 def test_new_refuses(
