@@ -296,8 +296,11 @@ def _device_batch(
 
 
 def _words(ids: torch.Tensor) -> torch.Tensor:
-    """Page ids as the 32-bit numbers that kernels read."""
-    return ids.to(torch.int32).contiguous()
+    """Page ids as the 32-bit numbers that kernels read; -1 (skipped) for one that no 32 bits hold."""
+    if ids.dtype == torch.int32:
+        return ids.contiguous()
+    halves = ids.contiguous().view(torch.int32).view(-1, 2)
+    return torch.where(halves[:, 1] == 0, halves[:, 0], -1)
 
 
 def _cleaned(limits: Limits, device: torch.Tensor, per_page: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,3 +115,11 @@ def test_an_id_that_no_32_bits_hold_is_named(wrong: int) -> None:
     tokens = torch.tensor([0, 1, 2, wrong])
     with pytest.raises(ValueError, match=rf"^mla: host ids: expected 0 to 19, got {wrong}$"):
         indices.batch(limits, tokens, torch.arange(4), "token", "cheap", True)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_page_ids_on_the_device_become_32_bits_or_skipped(stride: int) -> None:
+    ids = [0, 5, (1 << 31) - 1, -1, -7, 1 << 32, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63)]
+    found = indices._words(as_tensor(ids, True, stride, 1))
+    assert found.dtype == torch.int32 and found.is_contiguous()
+    assert found.tolist() == [0, 5, (1 << 31) - 1, *[-1] * 6]
