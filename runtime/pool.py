@@ -306,7 +306,7 @@ class HostPool(Pages):
         if busy is not None:
             raise ValueError(
                 f"{self.name}: page {busy} is in flight; wait for its ticket, detach() it, "
-                f"or pass after=ticket"
+                f"or pass after=ticket; of a ticket that was dropped only unbind() or clear() lets pages go"
             )
         return pages
 

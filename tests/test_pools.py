@@ -161,12 +161,25 @@ def test_a_page_in_flight_is_not_freed(pool: Any) -> None:
     ticket = pool.write_back(taken, ids(3, 1))
     refused(
         lambda: pool.free(taken[:PAGE]),
-        "mla: page 0 is in flight; wait for its ticket, detach() it, or pass after=ticket",
+        "mla: page 0 is in flight; wait for its ticket, detach() it, or pass after=ticket; of a ticket that "
+        "was dropped only unbind() or clear() lets pages go",
     )
     assert pool.available_size() == (PAGES - 2) * PAGE
     assert pool.free(taken[:PAGE], after=ticket) == PAGE
     ticket.wait()
     assert pool.free(taken[PAGE:]) == PAGE
+
+
+@pytest.mark.parametrize("remedy", ["unbind", "clear"])
+def test_pages_of_a_dropped_ticket_are_let_go_as_the_message_says(pool: Any, remedy: str) -> None:
+    taken = pool.alloc(PAGE)
+    pool.write_back(taken, ids(3))
+    with pytest.raises(ValueError, match=rf"dropped only .*{remedy}\(\)"):
+        pool.free(taken)
+    getattr(pool, remedy)()
+    if remedy == "unbind":  # the page is still taken
+        assert pool.free(taken) == PAGE
+    assert pool.available_size() == PAGES * PAGE
 
 
 def test_done_tells_the_caller(pool: Any) -> None:
@@ -189,14 +202,22 @@ def test_no_ids_is_a_finished_ticket(pool: Any) -> None:
     assert torch.equal(pool.kv_buffer, before)
 
 
+ALLOCATED, BOUND = "pass what alloc returned, divided by 4", "pass rows of the bound tensors, divided by 4"
+
+
 @pytest.mark.parametrize(
     ("host", "device", "unit", "message"),
     [
-        ([PAGES], [0], "page", "mla: host ids: expected 0 to 5, got 6"),
-        ([-1], [0], "page", "mla: host ids: expected 0 to 5, got -1"),
-        ([0], [DEVICE_PAGES], "page", "mla: device ids: expected 0 to 8, got 9"),
-        ([0], [-2], "page", "mla: device ids: expected 0 to 8, got -2"),
-        ([0, 1], [0], "page", "mla: expected as many host ids as device ids, got 2 and 1"),
+        ([PAGES], [0], "page", f"mla: host ids: expected 0 to 5, got 6; {ALLOCATED}"),
+        ([-1], [0], "page", f"mla: host ids: expected 0 to 5, got -1; {ALLOCATED}"),
+        ([0], [DEVICE_PAGES], "page", f"mla: device ids: expected 0 to 8, got 9; {BOUND}"),
+        ([0], [-2], "page", f"mla: device ids: expected 0 to 8, got -2; {BOUND}"),
+        (
+            [0, 1],
+            [0],
+            "page",
+            "mla: expected as many host ids as device ids, got 2 and 1; pair each host id with its device id",
+        ),
         ([0], [0], "row", "mla: unit: expected token or page, got 'row'"),
     ],
 )
@@ -210,11 +231,11 @@ def test_wrong_ids(pool: Any, host: list[int], device: list[int], unit: str, mes
 def test_duplicates(pool: Any) -> None:
     refused(
         lambda: pool.write_back(torch.tensor([2, 2]), torch.tensor([0, 1]), "page"),
-        "mla: host ids: page 2 stands twice in one list; a destination may be written once",
+        "mla: host ids: page 2 stands twice in one list; a destination may be written once: leave one out",
     )
     refused(
         lambda: pool.load(torch.tensor([2, 3]), torch.tensor([1, 1]), "page"),
-        "mla: device ids: page 1 stands twice in one list; a destination may be written once",
+        "mla: device ids: page 1 stands twice in one list; a destination may be written once: leave one out",
     )
     pool.load(torch.tensor([2, 2]), torch.tensor([0, 1]), "page").wait()
 
@@ -261,15 +282,15 @@ def test_wrong_id_tensors(pool: Any) -> None:
     good = torch.tensor([0])
     refused(
         lambda: pool.load(good.float(), good, "page"),
-        "mla: host ids: dtype: expected int32 or int64, got torch.float32",
+        "mla: host ids: dtype: expected int32 or int64, got torch.float32; use .to(torch.int64)",
     )
     refused(
         lambda: pool.load(good, good[None], "page"),
-        "mla: device ids: expected one dimension, got shape (1, 1)",
+        "mla: device ids: expected one dimension, got shape (1, 1); use reshape(-1)",
     )
     refused(
         lambda: pool.load([0], good, "page"),
-        "mla: host ids: expected a tensor, got list",
+        "mla: host ids: expected a tensor, got list; wrap them in torch.tensor",
     )
     refused(
         lambda: pool.load(good, good, "page", validate="most"),
