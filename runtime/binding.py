@@ -167,10 +167,11 @@ def layer_tensors(
     """One tensor for each wanted layer id. `given`: a sequence in the order of `ids`, or a mapping by id."""
     if isinstance(given, Mapping):
         by_id = dict(given)
-    elif isinstance(given, Sequence) or isinstance(given, torch.Tensor):
+    elif isinstance(given, Sequence) or (isinstance(given, torch.Tensor) and given.dim()):
         rows = [given] if isinstance(given, torch.Tensor) and len(ids) == 1 else list(given)
         if len(rows) != len(ids):
-            raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}")
+            hint = "name others than the pool's in layer_ids"
+            raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}; {hint}")
         if len(set(ids)) != len(ids):
             raise ValueError(f"{pool}: layer_ids must differ, got {list(ids)}")
         by_id = dict(zip(ids, rows, strict=True))
@@ -205,6 +206,8 @@ def _check_device(pool: str, name: str, rows: Sequence[torch.Tensor], device: to
     for row in rows:
         if row.device.type != device.type or device.index not in (None, row.device.index):
             raise ValueError(f"{pool}: {name}: device: expected {device}, got {row.device}")
+        if row.layout is not torch.strided:
+            raise ValueError(f"{pool}: {name}: expected a dense tensor, got {row.layout}; use to_dense()")
 
 
 # ---- what is expected -------------------------------------------------------------------------

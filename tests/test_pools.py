@@ -338,7 +338,9 @@ def test_bind_names_what_is_wrong() -> None:
         "mla: kv: stride of token (shape#0): expected 10 bytes, got 16; this form takes packed rows only",
     )
     bound(pool, {"kv": [g.to("meta") for g in good]}, "mla: kv: device: expected cpu, got meta")
-    bound(pool, {"kv": good[:1]}, "mla: kv: expected 2 layers, got 1")
+    bound(
+        pool, {"kv": good[:1]}, "mla: kv: expected 2 layers, got 1; name others than the pool's in layer_ids"
+    )
     bound(pool, {"kv": good}, "mla: kv: no tensor for layer 5, got layers [2, 4]", layer_ids=[2, 4])
     bound(pool, {}, "mla: no tensor for component 'kv', got none")
     bound(
@@ -473,7 +475,7 @@ def test_names_that_engines_know() -> None:
     assert pool.can_use_write_back_jit_kernel(element_size=10)
     refused(
         lambda: pool.backup_from_device_all_layer(None, ids(0), ids(0), "rdma"),
-        "mla: io_backend: expected kernel or direct, got 'rdma'",
+        "mla: io_backend: expected one of kernel, direct, got 'rdma'",
     )
     pool.destroy()
 
@@ -520,7 +522,7 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_dtype() -> None:
-    with pytest.raises(ValueError, match=r"mla: kv dtype: expected one of \[.*\], got torch.int8"):
+    with pytest.raises(ValueError, match=r"mla: dtype: expected one of \[.*\], got torch.int8"):
         build(dtype=torch.int8)
 
 
