@@ -66,6 +66,7 @@ def bind(
         bound |= more
         every += used
     _check_shared(spec.name, every)
+    _check_rows(program, names, bound)
     table: list[int] = []
     strides: list[int] = []
     for part in program.device:
@@ -411,6 +412,19 @@ def _check_apart(pool: str, expected: Expected, axes: Sequence[tuple[int, int]],
                 f"got {step}"
             )
         run += step * (extent - 1)
+
+
+def _check_rows(program: SizedProgram, names: Mapping[str, str], bound: Mapping[str, Bound]) -> None:
+    """A component with one row a page has no row for each token: of all but page 0 a wrong one would move."""
+    tokens = {part.ident: any(axis == "token" for axis, _, _ in part.axes) for part in program.device}
+    size = program.sizes["page_size"]
+    pages = min((one.pages for ident, one in bound.items() if tokens[ident]), default=0)
+    for ident, one in bound.items():
+        if not tokens[ident] and size > 1 and pages and one.pages == pages * size:
+            raise ValueError(
+                f"{program.spec.name}: {names[ident]}: rows: expected one a page, {pages} or a few more, got "
+                f"{one.pages}, one for each token; bind its first {pages} rows if row p is that of page p"
+            )
 
 
 def _check_shared(pool: str, every: Sequence[apart.Rows]) -> None:
