@@ -322,6 +322,22 @@ def test_show_without_numbers_is_symbolic(filled: Path, capsys: pytest.CaptureFi
     assert out.count("one: form per_layer, layout ") == 5
 
 
+def test_show_has_the_device_side_of_a_form_once(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new", "mha"]) == 0
+    capsys.readouterr()
+    assert cli.main(["show", "mha"]) == 0
+    out = capsys.readouterr().out
+    pictures = out.split("\nmha: ")
+    forms = {picture.split("form ")[1].split(",")[0] for picture in pictures}
+    assert len(forms) > 1 and len(pictures) > len(forms)
+    assert out.count("    device, starts at byte ") == 2 * len(forms)  # of keys and of values
+    assert out.count("    device: as in layout ") == 2 * (len(pictures) - len(forms))
+    capsys.readouterr()
+    assert cli.main(["show", "mha", "--layout", "page_head", "--form", sorted(forms)[0]]) == 0
+    out = capsys.readouterr().out
+    assert out.count("    device, starts at byte ") == 2 and "as in layout" not in out
+
+
 def test_show_as_text(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["show", "one", "--layout", "page_first_direct", *sets(NUMBERS)]) == 0
