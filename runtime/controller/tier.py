@@ -239,7 +239,8 @@ class Tier:
         expected = len(hashes) * self._controller._own[name].page_size
         if host.numel() != expected:
             raise ValueError(
-                f"{name}: store: expected {expected} ids for {len(hashes)} pages, got {host.numel()}"
+                f"{name}: store: expected {expected} ids for {len(hashes)} pages, got {host.numel()}; "
+                f"pass all ids of a page for each hash"
             )
         return hashes, host
 
