@@ -57,11 +57,18 @@ def table(cells: Sequence[Cell], direction: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is there, which then draws into files only."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("agg")
+    return True
+
+
 def plot(cells: Sequence[Cell], path: Path) -> None:
     """Bandwidth over bytes: a row of panels for each direction, a column for each pool."""
-    import matplotlib
-
-    matplotlib.use("agg")
     from matplotlib import pyplot
 
     pools = list(dict.fromkeys((cell.shape, cell.page_size) for cell in cells))
@@ -93,12 +100,15 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="tables and a picture of the headline grid")
     parser.add_argument("grid", type=Path)
     parser.add_argument("--order", default="scattered", help="order of the host pages: scattered or runs")
     parser.add_argument("--plot", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.plot is not None and not can_plot():
+        print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
     cells = [cell for cell in read(options.grid) if cell.order == options.order]
     if not cells:
         print(f"{options.grid} has no cells with {options.order} pages", file=sys.stderr)

@@ -66,6 +66,7 @@ def bind(
         bound |= more
         every += used
     _check_shared(spec.name, every)
+    _check_rows(program, names, bound)
     table: list[int] = []
     strides: list[int] = []
     for part in program.device:
@@ -167,10 +168,11 @@ def layer_tensors(
     """One tensor for each wanted layer id. `given`: a sequence in the order of `ids`, or a mapping by id."""
     if isinstance(given, Mapping):
         by_id = dict(given)
-    elif isinstance(given, Sequence) or isinstance(given, torch.Tensor):
+    elif isinstance(given, Sequence) or (isinstance(given, torch.Tensor) and given.dim()):
         rows = [given] if isinstance(given, torch.Tensor) and len(ids) == 1 else list(given)
         if len(rows) != len(ids):
-            raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}")
+            hint = "name others than the pool's in layer_ids"
+            raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}; {hint}")
         if len(set(ids)) != len(ids):
             raise ValueError(f"{pool}: layer_ids must differ, got {list(ids)}")
         by_id = dict(zip(ids, rows, strict=True))
@@ -205,6 +207,8 @@ def _check_device(pool: str, name: str, rows: Sequence[torch.Tensor], device: to
     for row in rows:
         if row.device.type != device.type or device.index not in (None, row.device.index):
             raise ValueError(f"{pool}: {name}: device: expected {device}, got {row.device}")
+        if row.layout is not torch.strided:
+            raise ValueError(f"{pool}: {name}: expected a dense tensor, got {row.layout}; use to_dense()")
 
 
 # ---- what is expected -------------------------------------------------------------------------
@@ -408,6 +412,19 @@ def _check_apart(pool: str, expected: Expected, axes: Sequence[tuple[int, int]],
                 f"got {step}"
             )
         run += step * (extent - 1)
+
+
+def _check_rows(program: SizedProgram, names: Mapping[str, str], bound: Mapping[str, Bound]) -> None:
+    """A component with one row a page has no row for each token: of all but page 0 a wrong one would move."""
+    tokens = {part.ident: any(axis == "token" for axis, _, _ in part.axes) for part in program.device}
+    size = program.sizes["page_size"]
+    pages = min((one.pages for ident, one in bound.items() if tokens[ident]), default=0)
+    for ident, one in bound.items():
+        if not tokens[ident] and size > 1 and pages and one.pages == pages * size:
+            raise ValueError(
+                f"{program.spec.name}: {names[ident]}: rows: expected one a page, {pages} or a few more, got "
+                f"{one.pages}, one for each token; bind its first {pages} rows if row p is that of page p"
+            )
 
 
 def _check_shared(pool: str, every: Sequence[apart.Rows]) -> None:

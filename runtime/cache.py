@@ -94,7 +94,7 @@ class Corrupt(PoolError):
     """An entry whose binary is not what its manifest says."""
 
     def __init__(self, entry: Path, why: str) -> None:
-        self.entry = entry
+        self.entry, self.why = entry, why
         super().__init__(f"cache entry {entry} is corrupt: {why}; delete the folder to build it again")
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from poolwright.runtime import arguments
+
 Sizes = Mapping[str, int]
 SizeOf = tuple[tuple[str, ...], Callable[..., int]]
 """Names of sizes, and a function of them."""
@@ -255,9 +257,7 @@ def bind_sizes(
         raise ValueError(f"{spec.name}: page_size: expected at least 1, got {page_size}")
     sizes |= bind_params(spec.name, spec.params, params)
     for name, choice in variants.items():
-        if choice not in spec.variants[name]:
-            known = ", ".join(spec.variants[name])
-            raise ValueError(f"{spec.name}: {name}: expected one of {known}, got {choice!r}")
+        arguments.one_of(spec.name, name, choice, spec.variants[name])
         sizes |= {f"{name}_{constant}": value for constant, value in spec.variants[name][choice].items()}
     for param in spec.params:
         if param.equals is not None:
@@ -288,18 +288,19 @@ def bind_params(owner: str, params: Sequence[Param], values: Mapping[str, object
 def _given(owner: str, param: Param, value: object) -> dict[str, int]:
     if param.length is None:
         return {param.name: _check(owner, param, value)}
-    values = list(value) if isinstance(value, Iterable) else [value]
+    many = isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
+    values = list(value) if many else [value]  # type: ignore[call-overload]
     if param.default is not None:
         values += [param.default] * (param.length - len(values))
     if len(values) != param.length:
         most = "" if param.default is None else "at most "
-        raise ValueError(f"{owner}: {param.name}: expected {most}{param.length} integers, got {value!r}")
+        raise arguments.refusal(owner, param.name, f"{most}{param.length} integers", value)
     return {f"{param.name}_{i}": _check(owner, param, each) for i, each in enumerate(values)}
 
 
 def _check(owner: str, param: Param, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{owner}: {param.name}: expected an integer, got {value!r}")
+        raise arguments.refusal(owner, param.name, "an integer", value)
     if param.min is not None and value < param.min:
         raise ValueError(f"{owner}: {param.name}: expected at least {param.min}, got {value}")
     if param.max is not None and value > param.max:

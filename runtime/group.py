@@ -7,16 +7,16 @@ slots of its own and is moved in every call that moves the other.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Code
-from poolwright.runtime.choice import Availability
+from poolwright.runtime.choice import PATHS, Availability
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.group_plan import GroupBytes, GroupSpec, plan, sources
@@ -49,22 +49,25 @@ class HostPoolGroup:
         hugepages: bool | None,
         **sizes: Any,
     ) -> None:
+        place = arguments.device(self.spec.name, device)
+        place = torch.device("cpu") if place.type == "cpu" else place
+        if hugepages is not None:
+            arguments.flag(self.spec.name, "hugepages", hugepages)
         planned = plan(self.spec, **sizes)
         needed, available = sum(need.host for _, need in planned.values()), available_host_bytes()
         if needed > available:
             raise OutOfMemoryBudget(f"{self.spec.name}: host memory", needed, available, "lower the capacity")
         folder = programs.folder_of(type(self))
         sized = {name: need.program for name, (_, need) in planned.items()}
-        place = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
         code = Code(GroupProgram(self.spec.name, folder, self.spec.parts, sized), place, require)
         self._shared = Shared(code, self.spec.name)
         self.pools: dict[str, HostPool] = {}
         common: dict[str, Any] = {"device": place, "require": require, "hugepages": hugepages}
         token = being_built.set(self._shared)
         try:
-            for name, (arguments, _) in planned.items():
+            for name, (given, _) in planned.items():
                 self._shared.member = name
-                self.pools[name] = self.spec.members[name].pool(**arguments, **common)
+                self.pools[name] = self.spec.members[name].pool(**given, **common)
             for name in self.pools:
                 self._follow(name)
         except BaseException:
@@ -107,7 +110,8 @@ class HostPoolGroup:
         `counts`: ids by pool; pools that are switched off are left out. Depends on the sequence of calls
         alone, so ranks that make the same calls get the same ids.
         """
-        wanted = {name: operator.index(count) for name, count in self._named("alloc", counts).items()}
+        named, owner = self._named("alloc", counts), self.spec.name
+        wanted = {name: arguments.integer(owner, f"alloc: {name}", count) for name, count in named.items()}
         taken: dict[str, torch.Tensor] = {}
         with self._slots_held(wanted):
             try:
@@ -171,14 +175,19 @@ class HostPoolGroup:
         A pool without bytes needs none.
         """
         given = self._known("bind", tensors)
-        named = {} if layer_ids is None else self._known("bind", layer_ids)
+        named = {} if layer_ids is None else self._known("layer_ids", layer_ids)
         bound = {}
         for name, pool in self.pools.items():
             pool._alive()
             if name not in given and pool.program.device:
                 raise ValueError(f"{self.spec.name}: bind: no tensors for pool {name!r}")
-            ids = tuple(named[name]) if name in named else None
-            bound[pool._number] = (pool, pool._backend.bind(pool, given.get(name, {}), ids))
+            ids = None
+            if name in named:
+                ids = arguments.layer_ids(self.spec.name, f"layer_ids: {name}", named[name])
+            try:
+                bound[pool._number] = (pool, pool._backend.bind(pool, given.get(name, {}), ids))
+            except ValueError as error:
+                raise ValueError(f"{self.spec.name}: {name}: {error}") from None
         pool._take(bound)
 
     def rebind(
@@ -217,7 +226,8 @@ class HostPoolGroup:
         `unit`, `path`: for all pools, or by pool. One launch and one batch of copies for all that take the
         same path; a pool that takes another's ids moves with it.
         """
-        asked = self._asked("write_back", moves, unit, path)
+        self._check_call("producer", producer, unit, path, timed)
+        asked = self._asked("write_back", moves)
         found = self._moves("write_back", asked, unit, validate, path, qos, False)
         return self._shared.transfers.submit("write_back", found, producer, timed=timed)
 
@@ -237,23 +247,38 @@ class HostPoolGroup:
     ) -> Ticket:
         """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
         pools, each told on its own; `layers`: only these layer ids."""
-        asked = self._asked("load", moves, unit, path)
+        self._check_call("readers", readers, unit, path, timed)
+        if layers is not None:
+            layers = arguments.layer_ids(self.spec.name, "layers", layers)
+        asked = self._asked("load", moves)
         numbers = [number for pool, _, _ in asked for number in pool._numbers]
         steps = self._shared.transfers.ordered(numbers, order, layers)
         found = self._moves("load", asked, unit, validate, path, qos, steps is not None)
         return self._shared.transfers.submit("load", found, readers, steps, timed)
 
-    def _asked(
+    def _check_call(
         self,
-        direction: str,
-        moves: Mapping[str, Ids],
+        stream: str,
+        given: Stream,
         unit: str | Mapping[str, str],
         path: str | Mapping[str, str] | None,
-    ) -> list[tuple[HostPool, str, Ids]]:
+        timed: bool,
+    ) -> None:
+        """Raises ValueError for what ids have nothing to do with. `stream`: the name of that argument."""
+        if given is not None:
+            arguments.stream(self.spec.name, stream, given, self._shared.code.driver)
+        if not isinstance(unit, str):
+            self._known("unit", unit)
+        if path is not None and not isinstance(path, str):
+            for name, one in self._known("path", path).items():
+                if one is not None and not isinstance(one, str):
+                    known = f"one of {', '.join(PATHS)}"
+                    raise arguments.refusal(self.spec.name, f"path: {name}", known, one)
+        if timed is not False:
+            arguments.flag(self.spec.name, "timed", timed)
+
+    def _asked(self, direction: str, moves: Mapping[str, Ids]) -> list[tuple[HostPool, str, Ids]]:
         """The pools that are to move, in the fixed order, their names, and ids as they are given."""
-        for what in (unit, path):
-            if what is not None and not isinstance(what, str):
-                self._known(direction, what)
         if type(moves) is dict:
             asked = [(pool, name, moves[name]) for name, pool in self._leaders if name in moves]
             if len(asked) == len(moves):

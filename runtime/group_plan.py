@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from poolwright.runtime import arguments
 from poolwright.runtime.description import Param, SizeOf, Sizes, bind_params, size_of
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.parts import least_bytes
@@ -75,11 +76,11 @@ def plan(
 ) -> dict[str, tuple[dict[str, Any], RequiredBytes]]:
     """The constructor's arguments of every pool that is on, and what it will take."""
     known = bind_params(spec.name, spec.params, sizes)
-    _check_bound(spec, "staging_bytes", staging_bytes)
+    arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
     if capture_bytes is not None:
-        _check_bound(spec, "capture_bytes", capture_bytes)
+        arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
     amounts = _amounts(spec, budget, capacity_pages)
-    lists = {name: _layer_ids(spec, name, ids) for name, ids in layers.items()}
+    lists = {name: arguments.layer_ids(spec.name, name, ids) for name, ids in layers.items()}
     given = {name: _arguments(spec, name, members[name], known, lists, page_size, layout) for name in amounts}
     sized = {"capacity_pages": 1, "staging_bytes": NO_BOUND}
     single = {name: _need(spec, name, each, **sized) for name, each in given.items()}
@@ -96,17 +97,6 @@ def plan(
     for name, bound in bounds.items():
         given[name]["staging_bytes"] = bound
     return {name: (each, _need(spec, name, each)) for name, each in given.items()}
-
-
-def _check_bound(spec: GroupSpec, what: str, value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{spec.name}: {what}: expected an integer from 0, got {value!r}")
-
-
-def _layer_ids(spec: GroupSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]:
-    if not isinstance(ids, Iterable):
-        raise ValueError(f"{spec.name}: {name}: expected layer ids such as range(3), got {ids!r}")
-    return tuple(ids)
 
 
 def sources(members: Mapping[str, MemberSpec], name: str) -> list[str]:
@@ -165,6 +155,8 @@ def _arguments(
     fixed: dict[str, Any] = {param: size_of(formula, known) for param, formula in member.params.items()}
     fixed |= {own: lists[ids] for own, ids in member.layers.items()}
     fixed |= {"page_size": page_size} if "page_size" in taken else {}
+    if given is not None and not isinstance(given, Mapping):
+        raise arguments.refusal(spec.name, name, "arguments of its pool by name", given)
     for argument in given or ():
         if argument not in taken or argument in fixed or argument in _GIVEN:
             free = [word for word in taken if word not in fixed and word not in _GIVEN]
@@ -234,8 +226,8 @@ def _shares(
     capacity_bytes: int | None,
 ) -> dict[str, int]:
     """Bytes of every pool that has ids of its own, with the pools that take them."""
-    if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 0):
-        raise ValueError(f"{spec.name}: capacity_bytes: expected an integer from 0, got {capacity_bytes!r}")
+    if capacity_bytes is not None:
+        arguments.whole(spec.name, "capacity_bytes", capacity_bytes, 0)
     if len(families) == 1 and capacity_bytes is not None and not any(amounts.values()):
         return dict.fromkeys(families, capacity_bytes)
     found: dict[str, int] = {}

@@ -29,7 +29,7 @@ from poolwright.runtime.slots import Slots
 
 LEVELS = ("off", "cheap", "full")
 UNITS = ("token", "page")
-CPU = torch.device("cpu")
+CPU, DENSE = torch.device("cpu"), torch.strided
 _WIDE = {torch.int32: False, torch.int64: True}
 _NONE = array("I", (0,))
 
@@ -123,9 +123,9 @@ def batch(
         raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
     host_wide = _WIDE.get(host.dtype) if isinstance(host, torch.Tensor) else None
     device_wide = _WIDE.get(device.dtype) if isinstance(device, torch.Tensor) else None
-    if host_wide is None or host.dim() != 1:
+    if host_wide is None or host.dim() != 1 or host.layout is not DENSE:
         raise _not_a_list(limits, "host ids", host)
-    if device_wide is None or device.dim() != 1:
+    if device_wide is None or device.dim() != 1 or device.layout is not DENSE:
         raise _not_a_list(limits, "device ids", device)
     if not host.is_cpu:
         raise ValueError(
@@ -133,7 +133,10 @@ def batch(
         )
     count, others = host.numel(), device.numel()
     if count != others:
-        raise ValueError(f"{limits.pool}: expected as many host ids as device ids, got {count} and {others}")
+        raise ValueError(
+            f"{limits.pool}: expected as many host ids as device ids, got {count} and {others}; "
+            f"pair each host id with its device id"
+        )
     asked = (host_wide and HOST_WIDE) + (device_wide and DEVICE_WIDE)
     if level != "off":
         asked += HOST_ONCE if writes_host else DEVICE_ONCE
@@ -149,8 +152,10 @@ def batch(
         asked += BY_TOKEN
     if not device.is_cpu:
         if device.device.type != limits.device.type:
+            places = "cpu" if limits.device.type == "cpu" else f"cpu or {limits.device}"
             raise ValueError(
-                f"{limits.pool}: device ids: expected a tensor on cpu or {limits.device}, got {device.device}"
+                f"{limits.pool}: device ids: expected a tensor on {places}, got {device.device}; "
+                f"move it there"
             )
         return _device_batch(limits, host, device, count, asked, level)
     here = host if host.is_contiguous() else host.contiguous()
@@ -167,10 +172,17 @@ def batch(
 def _not_a_list(limits: Limits, name: str, ids: object) -> ValueError:
     """Why `ids` are no list of ids."""
     if not isinstance(ids, torch.Tensor):
-        return ValueError(f"{limits.pool}: {name}: expected a tensor, got {type(ids).__name__}")
+        got = type(ids).__name__
+        return ValueError(f"{limits.pool}: {name}: expected a tensor, got {got}; wrap them in torch.tensor")
+    if ids.layout is not DENSE:
+        return ValueError(f"{limits.pool}: {name}: expected a dense tensor, got {ids.layout}; use to_dense()")
     if ids.dtype not in _WIDE:
-        return ValueError(f"{limits.pool}: {name}: dtype: expected int32 or int64, got {ids.dtype}")
-    return ValueError(f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}")
+        return ValueError(
+            f"{limits.pool}: {name}: dtype: expected int32 or int64, got {ids.dtype}; use .to(torch.int64)"
+        )
+    return ValueError(
+        f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}; use reshape(-1)"
+    )
 
 
 def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, wrong: int, unit: str) -> ValueError:
@@ -179,9 +191,9 @@ def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, wrong: in
     here, there = ([i // per_page for i in ids.tolist()[::per_page]] for ids in (host, device))
     word = "ids" if per_page == 1 else "pages"
     if wrong == native.HOST_OUTSIDE:
-        return _out_of_range(limits, f"host {word}", here, limits.host_pages)
+        return _out_of_range(limits, f"host {word}", here, limits.host_pages, unit)
     if wrong == native.DEVICE_OUTSIDE:
-        return _out_of_range(limits, f"device {word}", there, limits.device_pages)
+        return _out_of_range(limits, f"device {word}", there, limits.device_pages, unit)
     if wrong == native.RESERVED:
         return _reserved(limits, there)
     if wrong == native.HOST_IDLE:
@@ -191,16 +203,19 @@ def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, wrong: in
     return _twice(limits, "device ids", "page", there)
 
 
-def _out_of_range(limits: Limits, name: str, ids: Sequence[int], end: int) -> ValueError:
+def _out_of_range(limits: Limits, name: str, ids: Sequence[int], end: int, unit: str) -> ValueError:
     wrong = next(i for i in ids if i < 0 or i >= end)
-    return ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {wrong}")
+    step = "pass what alloc returned" if name.startswith("host") else "pass rows of the bound tensors"
+    step += f", divided by {limits.page_size}" if unit == "page" and limits.page_size > 1 else ""
+    return ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {wrong}; {step}")
 
 
 def _twice(limits: Limits, name: str, unit: str, ids: Sequence[int]) -> ValueError:
     seen: set[int] = set()
     twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
     return ValueError(
-        f"{limits.pool}: {name}: {unit} {twice} stands twice in one list; a destination may be written once"
+        f"{limits.pool}: {name}: {unit} {twice} stands twice in one list; a destination may be written once: "
+        f"leave one out"
     )
 
 
@@ -213,7 +228,7 @@ def _idle(limits: Limits, pages: Iterable[int]) -> ValueError:
 
 def _reserved(limits: Limits, pages: Collection[int]) -> ValueError:
     page = next(page for page in limits.reserved if page in pages)
-    return ValueError(f"{limits.pool}: device ids: {page} is reserved and is never moved")
+    return ValueError(f"{limits.pool}: device ids: {page} is reserved and is never moved; leave it out")
 
 
 def _token_batch(
@@ -240,7 +255,7 @@ def _token_numbers(limits: Limits, name: str, ids: torch.Tensor, end: int) -> ar
     """The ids of a list that is not empty as 32-bit numbers. Raises ValueError for one out of range."""
     low, high = ids.aminmax()
     if int(low) < 0 or int(high) >= end:
-        raise _out_of_range(limits, name, ids.tolist(), end)
+        raise _out_of_range(limits, name, ids.tolist(), end, "token")
     words = ids.to(torch.int32).contiguous()
     return array("I", ctypes.string_at(words.data_ptr(), 4 * words.numel()))
 
@@ -258,7 +273,8 @@ def _need_tokens(limits: Limits, level: str) -> None:
         )
     if level == "full":
         raise ValueError(
-            f"{limits.pool}: the tokens of a page are scattered or out of order; validate='full' refuses that"
+            f"{limits.pool}: the tokens of a page are scattered or out of order, which validate='full' "
+            f"refuses; hand over whole pages, or leave it 'cheap'"
         )
 
 
@@ -272,7 +288,7 @@ def _device_batch(
     if runs == native.NOT_WHOLE:
         raise ValueError(
             f"{limits.pool}: host ids: with device ids on {device.device}, the tokens of each host page must "
-            f"stand together and in order"
+            f"stand together and in order; order them so, or keep both lists on the CPU"
         )
     if not limits.tokens and per_page > 1:
         raise ValueError(
@@ -296,8 +312,11 @@ def _device_batch(
 
 
 def _words(ids: torch.Tensor) -> torch.Tensor:
-    """Page ids as the 32-bit numbers that kernels read."""
-    return ids.to(torch.int32).contiguous()
+    """Page ids as the 32-bit numbers that kernels read; -1 (skipped) for one that no 32 bits hold."""
+    if ids.dtype == torch.int32:
+        return ids.contiguous()
+    halves = ids.contiguous().view(torch.int32).view(-1, 2)
+    return torch.where(halves[:, 1] == 0, halves[:, 0], -1)
 
 
 def _cleaned(limits: Limits, device: torch.Tensor, per_page: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -207,12 +207,19 @@ def _contents(path: Path) -> bytes:
 
 
 def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> tuple[Binary, ...]:
-    found = cache.find_any(wanted)
-    if found:
-        return found
-    why = f"it is not in the cache {cache.root}, and {missing.what} is not available ({missing.why})"
     fill = f"python -m poolwright.runtime compile {unit.arguments}".strip()
-    mend = f"{missing.command}; or fill the cache where there is one: {fill}"
+    fill = f"fill the cache where there is one: {fill}"
+    try:
+        found = cache.find_any(wanted)
+    except Corrupt as error:
+        state = f"its entry in the cache, {error.entry}, is damaged ({error.why})"
+        fill = f"delete that folder and {fill}"
+    else:
+        if found:
+            return found
+        state = f"it is not in the cache {cache.root}"
+    why = f"{state}, and {missing.what} is not available ({missing.why})"
+    mend = f"{missing.command}; or {fill}"
     raise BackendUnavailable(f"compiled code of {unit.name} for {wanted.arch}", why, mend)
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, NamedTuple, NoReturn, overload
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.description import HostPart, PoolSpec
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.program import SizedProgram
@@ -170,6 +171,7 @@ class Pages:
         objects, each uint8.
         """
         page = self._page("get_data_page", index)
+        arguments.flag(self.spec.name, "get_data_page: flat", flat)
         self._settle({page}, True)
         views = self._views(page)
         if not flat:
@@ -310,10 +312,12 @@ class Pages:
 
     def _ids(self, call: str, indices: torch.Tensor | Iterable[int]) -> list[int]:
         if isinstance(indices, torch.Tensor):
-            if indices.is_cpu and indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64):
+            whole = indices.dim() == 1 and indices.layout is torch.strided
+            if whole and indices.is_cpu and indices.dtype in (torch.int32, torch.int64):
                 found: list[int] = indices.tolist()
                 return found
             got = f"{indices.dtype} {list(indices.shape)} on {indices.device}"
+            got = got if indices.layout is torch.strided else f"{indices.layout} {got}"
             self._refuse(call, "int32 or int64 [n] on cpu", got, "pass ids that alloc returned")
         try:
             return [operator.index(i) for i in indices]
@@ -336,6 +340,8 @@ class Pages:
         expected = f"contiguous torch.uint8 [{self.page_bytes}] on cpu"
         if not isinstance(data_page, torch.Tensor):
             self._refuse(call, expected, type(data_page).__name__, hint)
+        if data_page.layout is not torch.strided:
+            self._refuse(call, expected, arguments.shown(data_page), hint)
         shape, known = tuple(data_page.shape), data_page.dtype == torch.uint8 and data_page.is_cpu
         if not known or shape != (self.page_bytes,) or not data_page.is_contiguous():
             strided = "" if data_page.is_contiguous() else "strided "

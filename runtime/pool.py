@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from poolwright.runtime import choice, env, indices
+from poolwright.runtime import arguments, choice, env, indices
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend, Code
 from poolwright.runtime.binding import Binding, check_between
@@ -142,7 +142,10 @@ class HostPool(Pages):
         self.lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
         self.layout, self.form, self.page_size = layout, form, page_size
         self.dtypes = dict(dtypes)
-        self.device = torch.device("cpu") if torch.device(device).type == "cpu" else torch.device(device)
+        place = arguments.device(self.spec.name, device)
+        self.device = torch.device("cpu") if place.type == "cpu" else place
+        if hugepages is not None:
+            arguments.flag(self.spec.name, "hugepages", hugepages)
         self.program = self.sized(params, dtypes, self.lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
         self.layers = _layers_of(self.program, self.lists)
@@ -218,14 +221,15 @@ class HostPool(Pages):
     ) -> SizedProgram:
         """The program of these sizes, before anything is built. Raises ValueError."""
         spec = cls.spec
-        _whole(spec, "page_size", page_size, 1)
-        _one_of(spec, "layout", layout, spec.layouts)
-        _one_of(spec, "form", form, spec.forms)
+        arguments.whole(spec.name, "page_size", page_size, 1)
+        arguments.one_of(spec.name, "layout", layout, spec.layouts)
+        arguments.one_of(spec.name, "form", form, spec.forms)
         itemsizes = {}
         for group, allowed in spec.dtypes.items():
             known = [dtype_named(name) for name in allowed]
             if dtypes[group] not in known:
-                raise ValueError(f"{spec.name}: {group} dtype: expected one of {known}, got {dtypes[group]}")
+                name = "dtype" if len(spec.dtypes) == 1 else f"{group}_dtype"
+                raise arguments.refusal(spec.name, name, f"one of {known}", dtypes[group])
             itemsizes[group] = dtypes[group].itemsize
         counts = {name: len(_layer_ids(spec, name, ids)) for name, ids in layers.items()}
         try:
@@ -262,7 +266,7 @@ class HostPool(Pages):
 
     def host_layout(self, pages: int) -> HostLayout:
         """Offsets and strides of a buffer of so many pages in this pool's layout."""
-        return self.program.host(pages)
+        return self.program.host(arguments.whole(self.spec.name, "host_layout", pages, 0))
 
     @property
     def format_tag(self) -> str:
@@ -291,7 +295,8 @@ class HostPool(Pages):
     @opaque
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Ids of free pages (int64, CPU), or None when the pool is full. `need_size` counts ids."""
-        return self._own_slots("alloc").alloc(need_size)
+        slots = self._own_slots("alloc")
+        return slots.alloc(arguments.integer(self.name, "alloc", need_size))
 
     @opaque
     def free(self, ids: torch.Tensor, after: Ticket | None = None) -> int:
@@ -301,12 +306,17 @@ class HostPool(Pages):
 
     def _freeable(self, ids: torch.Tensor, after: Ticket | None) -> list[int]:
         """The pages of `ids`, which may be freed. Raises ValueError."""
-        pages = self._own_slots("free").pages_of(ids)
+        slots = self._own_slots("free")
+        if after is not None and not isinstance(after, Ticket):
+            raise arguments.refusal(self.name, "free: after", "a ticket", after)
+        if isinstance(ids, torch.Tensor) and ids.layout is not torch.strided:
+            raise arguments.refusal(self.name, "free", "a dense tensor", ids, "use to_dense()")
+        pages = slots.pages_of(ids)
         busy = self._transfers.in_flight(self._numbers, set(pages), after)
         if busy is not None:
             raise ValueError(
                 f"{self.name}: page {busy} is in flight; wait for its ticket, detach() it, "
-                f"or pass after=ticket"
+                f"or pass after=ticket; of a ticket that was dropped only unbind() or clear() lets pages go"
             )
         return pages
 
@@ -336,7 +346,7 @@ class HostPool(Pages):
         component and dimension, for a missing component and for a tensor that belongs to none.
         """
         self._alive()
-        ids = None if layer_ids is None else tuple(layer_ids)
+        ids = None if layer_ids is None else arguments.layer_ids(self.name, "layer_ids", layer_ids)
         self._take({self._number: (self, self._backend.bind(self, tensors, ids))})
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
@@ -402,6 +412,7 @@ class HostPool(Pages):
         `qos` ``background``: leave the SMs to others; ``urgent``: the submission counts, too. `timed`: the
         ticket tells its seconds.
         """
+        self._check_call("producer", producer, path, timed)
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
         return self._transfers.submit("write_back", moves, producer, timed=timed)
 
@@ -425,9 +436,21 @@ class HostPool(Pages):
         `layers`: only these layer ids. `readers`: the stream that still reads the device rows. `qos` and
         `timed`: as for `write_back`.
         """
+        self._check_call("readers", readers, path, timed)
+        if layers is not None:
+            layers = arguments.layer_ids(self.name, "layers", layers)
         steps = self._transfers.ordered(self._numbers, order, layers)
         moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
         return self._transfers.submit("load", moves, readers, steps, timed)
+
+    def _check_call(self, stream: str, given: Stream, path: object, timed: object) -> None:
+        """Raises ValueError for what ids have nothing to do with. `stream`: the name of that argument."""
+        if given is not None:
+            arguments.stream(self.name, stream, given, self._shared.code.driver)
+        if path is not None and not isinstance(path, str):
+            raise arguments.refusal(self.name, "path", f"one of {', '.join(choice.PATHS)}", path)
+        if timed is not False:
+            arguments.flag(self.name, "timed", timed)
 
     def _moves(
         self,
@@ -441,8 +464,8 @@ class HostPool(Pages):
         layered: bool = False,
     ) -> list[Move]:
         """This pool's part of a submission, and that of the pools which take its ids. Raises ValueError."""
-        if qos is not None and qos not in ("background", "urgent"):
-            raise ValueError(f"{self.name}: qos: expected background or urgent, got {qos!r}")
+        if qos is not None:
+            arguments.one_of(self.name, "qos", qos, ("background", "urgent"))
         if self._source is not None:
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
         batch = self._batch(host, device, unit, validate, direction == "write_back")
@@ -533,15 +556,14 @@ class HostPool(Pages):
         """`load` of one layer's token ids; the caller's stream waits for it."""
         path = self._engine_path(io_backend)
         path = None if path == "staged" else path  # one layer of a page is no range of the copy engine
-        ticket = self.load(host_indices, device_indices, layers=[layer_id], path=path)
+        layer = arguments.integer(self.name, "layer_id", layer_id)
+        ticket = self.load(host_indices, device_indices, layers=[layer], path=path)
         ticket.wait_current()
         ticket.detach()
 
     def _engine_path(self, io_backend: str) -> str | None:
         known = {"kernel": None, "direct": "staged" if self.staging is not None else None}
-        if io_backend not in known:
-            raise ValueError(f"{self.spec.name}: io_backend: expected kernel or direct, got {io_backend!r}")
-        return known[io_backend]
+        return known[arguments.one_of(self.name, "io_backend", io_backend, known)]
 
     # ---- pieces
 
@@ -650,9 +672,9 @@ def _merged(batch: indices.Batch) -> int:
 def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None) -> tuple[int, str]:
     """Bytes of all slots together, and the argument that says so. A write-back of rows that change is
     captured in staging memory: that is what capture_bytes bounds. Raises ValueError."""
-    _whole(spec, "staging_bytes", staging_bytes, 0)
+    arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
     if capture_bytes is not None:
-        _whole(spec, "capture_bytes", capture_bytes, 0)
+        arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
     if capture_bytes is None or spec.updates != "in_place":
         return staging_bytes, "staging_bytes"
     return capture_bytes, "capture_bytes"
@@ -665,26 +687,10 @@ def _layers_of(program: SizedProgram, lists: Mapping[str, tuple[int, ...]]) -> t
 
 
 def _layer_ids(spec: PoolSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]:
-    if not isinstance(ids, Iterable):
-        raise ValueError(f"{spec.name}: {name}: expected layer ids such as range(3), got {ids!r}")
-    found = tuple(ids)
+    found = arguments.layer_ids(spec.name, name, ids)
     if len(set(found)) != len(found):
         raise ValueError(f"{spec.name}: {name}: layer ids must differ, got {list(found)}")
-    if any(type(layer) is not int or layer < 0 for layer in found):
-        raise ValueError(f"{spec.name}: {name}: expected layer ids from 0, got {list(found)}")
     return found
-
-
-def _whole(spec: PoolSpec, name: str, value: object, least: int) -> int:
-    """The value, which has to be an integer of at least `least`. Raises ValueError."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{spec.name}: {name}: expected an integer of at least {least}, got {value!r}")
-    return value
-
-
-def _one_of(spec: PoolSpec, what: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{spec.name}: {what}: expected one of {', '.join(known)}, got {value!r}")
 
 
 def _capacity(spec: PoolSpec, program: SizedProgram, pages: int | None, nbytes: int | None) -> int:
@@ -692,9 +698,9 @@ def _capacity(spec: PoolSpec, program: SizedProgram, pages: int | None, nbytes: 
     if (pages is None) == (nbytes is None):
         raise ValueError(f"{spec.name}: give either capacity_pages or capacity_bytes")
     if pages is not None:
-        return _whole(spec, "capacity_pages", pages, 1)
+        return arguments.whole(spec.name, "capacity_pages", pages, 1)
     assert nbytes is not None
-    _whole(spec, "capacity_bytes", nbytes, 0)
+    arguments.whole(spec.name, "capacity_bytes", nbytes, 0)
     page = program.host(1).page_bytes
     if page == 0:
         raise ValueError(f"{spec.name}: a page of these sizes has no bytes; give capacity_pages")

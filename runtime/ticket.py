@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from poolwright.runtime import arguments
 from poolwright.runtime.driver import Driver, Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.moves import Move, Order
@@ -146,7 +147,7 @@ class Ticket:
         """Seconds from when it could begin to its last byte; blocks until then. Raises TransferError, and
         ValueError unless it was submitted with ``timed=True``."""
         if self._began is None:
-            raise ValueError(f"this {self.direction} was not timed: submit it with timed=True")
+            raise ValueError(f"{self.pool}: this {self.direction} was not timed: submit it with timed=True")
         self.wait()
         return self._driver.elapsed(self._began, self._event)
 
@@ -193,6 +194,8 @@ class Ticket:
         for: any layer may need it. Raises ValueError for any other layer that it does not load.
         """
         layers = self.layers
+        if type(layer) is not int:
+            layer = arguments.integer(self.pool, "layer", layer)
         if layer in layers:
             self._reach_step(layers.index(layer), stream)
         elif self._order is not None and layer in self._order.others:
@@ -201,7 +204,7 @@ class Ticket:
         else:
             known = ", ".join(map(str, layers)) or "none"
             raise ValueError(
-                f"layer {layer} is not told on its own by this {self.direction} (layers {known})"
+                f"{self.pool}: layer {layer} is not told on its own by this {self.direction} (layers {known})"
             )
 
     def _reach_step(self, step: int, stream: Stream) -> None:
@@ -235,9 +238,10 @@ class Ticket:
             self.wait()
 
     def reach(self, moment: Event | Counter, stream: Stream) -> None:
-        """Make `stream`, or the caller, wait for a moment. Raises TransferError."""
+        """Make `stream`, or the caller, wait for a moment. Raises TransferError, ValueError for no stream."""
         self._check()
         driver = self._driver
+        arguments.stream(self.pool, "stream", stream, driver)
         try:
             if isinstance(moment, Counter):
                 with driver.guard():

@@ -307,6 +307,14 @@ def test_the_report_has_a_row_a_cell_and_a_column_a_way() -> None:
     assert report.best_peer(cells[0]) == "sglang tma" and report.best_peer(cells[1]) is None
 
 
+def test_a_picture_of_the_report_needs_matplotlib_and_says_so_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert module("report").main([str(tmp_path / "grid.json"), "--plot", str(tmp_path / "grid.png")]) == 1
+    assert capsys.readouterr() == ("", "--plot needs matplotlib: pip install matplotlib\n")
+
+
 def test_every_way_of_a_load_in_layer_order_compiles_to_code_of_its_own() -> None:
     layer_order, include = module("layer_order"), jit.include_dir()
     pool_class = generated.pool_class("mla")

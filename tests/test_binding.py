@@ -43,6 +43,15 @@ ALIKE = """
     layouts: [page_record]
     require: [x >= 1, first >= 0]
 """
+SCALED = """
+    components:
+      a: {element: {dim: w}, dtype: int16}
+      s: {element: {lane: x}, dtype: int16, per: page}
+    device:
+      per_layer: {tensors: [component, layer], order: [page, token, element]}
+    layouts: [page_record]
+    require: [first >= 0]
+"""
 WIDTH, TOKENS, PAGES, LAYERS = 3, 4, 5, (2, 4, 7)
 
 
@@ -50,7 +59,7 @@ WIDTH, TOKENS, PAGES, LAYERS = 3, 4, 5, (2, 4, 7)
 def package(tmp_path_factory: pytest.TempPathFactory) -> Any:
     texts = [
         HEAD.format(name=name, title=name.capitalize()) + body
-        for name, body in (("plain", PLAIN), ("shared", SHARED), ("alike", ALIKE))
+        for name, body in (("plain", PLAIN), ("shared", SHARED), ("alike", ALIKE), ("scaled", SCALED))
     ]
     return generate(tmp_path_factory.mktemp("binding"), "binding_out", *texts)
 
@@ -127,6 +136,20 @@ def test_exactly_one_page(make: Make, layers: tuple[int, ...], rows: int) -> Non
             one.copy_(before)
             with pytest.raises(ValueError, match="device ids: expected 0 to 0, got 1"):
                 pool.load(torch.tensor([1]), torch.tensor([1]), "page")
+
+
+def test_a_row_for_each_token_is_not_one_for_each_page(make: Make) -> None:
+    pool, x = make("scaled", layers=LAYERS[:1]), 3
+    rows = {"a": [numbered(PAGES * TOKENS, WIDTH)]}
+    many = numbered(PAGES * TOKENS, x)
+    message = "^scaled: s: rows: expected one a page, 5 or a few more, got 20, one for each token; bind its"
+    with pytest.raises(ValueError, match=message):
+        pool.bind({**rows, "s": [many]})
+    for count in (PAGES, PAGES + 1, 2 * PAGES, PAGES * TOKENS - 1):
+        pool.rebind({**rows, "s": [many[:count]]})
+        found = moved(pool, 3)
+        assert torch.equal(found[TOKENS * WIDTH :], many[3])
+        assert torch.equal(found[: TOKENS * WIDTH], rows["a"][0][3 * TOKENS : 4 * TOKENS].flatten())
 
 
 def test_exactly_one_page_of_components_in_one_tensor(make: Make) -> None:

@@ -381,7 +381,7 @@ def test_states_of_other_batches_are_refused() -> None:
 
 
 def test_a_dtype_that_the_pool_does_not_take_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^mha: kv dtype: expected one of .*got torch.float64"):
+    with pytest.raises(ValueError, match=r"^mha: dtype: expected one of .*got torch.float64"):
         CacheMover(filled(dtype=torch.float64), page_size=4)
 
 

@@ -228,6 +228,11 @@ def test_new_under_the_name_of_a_shipped_spec_takes_it_as_it_is(
     assert cli.main(["build"]) == 0
 
 
+def test_new_takes_a_name_like_a_shipped_one_with_a_spec_to_start_from(filled: Path) -> None:
+    assert cli.main(["new", "mha_mxfp", "--like", "mla"]) == 0
+    assert "class: MhaMxfpPoolHost" in (filled / "specs/mha_mxfp.yaml").read_text()
+
+
 @pytest.mark.parametrize("like", ["mha", "mla"])
 def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None:
     assert cli.main(["new", f"like_{like}", "--like", like]) == 0
@@ -248,6 +253,8 @@ def test_every_shipped_spec_can_be_started_from(filled: Path, like: str) -> None
         (["one_"], "specs/one.yaml has the class OnePoolHost already; take another name"),
         (["kimi_linear"], "take its pools (`codegen new mla`, `codegen new kda_state`) and copy "),
         (["dsv4"], "is a shipped group, not a pool: take its pools (`codegen new logical`, "),
+        (["mha_mxfp"], "'mha_mxfp' is no shipped pool or group (did you mean 'mha_mxfp8'"),
+        (["qwen3_nxt"], "is no shipped pool or group (did you mean 'qwen3_next'?); for a new pool of that "),
     ],
 )
 def test_new_refuses(
@@ -313,6 +320,22 @@ def test_show_without_numbers_is_symbolic(filled: Path, capsys: pytest.CaptureFi
     assert "symbolic; give numbers with --set name=value" in out
     assert "kv_lora_rank + qk_rope_head_dim" in out
     assert out.count("one: form per_layer, layout ") == 5
+
+
+def test_show_has_the_device_side_of_a_form_once(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["new", "mha"]) == 0
+    capsys.readouterr()
+    assert cli.main(["show", "mha"]) == 0
+    out = capsys.readouterr().out
+    pictures = out.split("\nmha: ")
+    forms = {picture.split("form ")[1].split(",")[0] for picture in pictures}
+    assert len(forms) > 1 and len(pictures) > len(forms)
+    assert out.count("    device, starts at byte ") == 2 * len(forms)  # of keys and of values
+    assert out.count("    device: as in layout ") == 2 * (len(pictures) - len(forms))
+    capsys.readouterr()
+    assert cli.main(["show", "mha", "--layout", "page_head", "--form", sorted(forms)[0]]) == 0
+    out = capsys.readouterr().out
+    assert out.count("    device, starts at byte ") == 2 and "as in layout" not in out
 
 
 def test_show_as_text(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -410,7 +410,7 @@ def test_alloc_takes_all_or_nothing() -> None:
         group.alloc(64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no pool 'stat'; pools are kv, state"):
         group.alloc({"stat": 1})
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match=r"alloc: state: expected an integer, got 'two'$"):
         group.alloc({"kv": P, "state": "two"})  # type: ignore[dict-item]
     assert group.available_size() == free
     with pytest.raises(ValueError, match="state: free"):
@@ -648,7 +648,7 @@ WRONG = (
         "kimi_linear: staging_bytes: expected an",
     ),
     ({"capacity_bytes": 99_999, "capture_bytes": -1}, ValueError, "kimi_linear: capture_bytes: expected an"),
-    ({"capacity_bytes": -1}, ValueError, "capacity_bytes: expected an integer from 0, got -1"),
+    ({"capacity_bytes": -1}, ValueError, "capacity_bytes: expected an integer of at least 0, got -1"),
     (
         {"capacity_bytes": 99_999, "kv": {**LATENT, "head": 1}},
         ValueError,
@@ -678,7 +678,9 @@ def test_what_cannot_be_sized_is_refused(given: dict[str, Any], kind: type[Excep
 
 def test_a_bound_is_checked_where_no_pool_takes_it() -> None:
     """No pool of this group changes in place, so none would look at capture_bytes."""
-    with pytest.raises(ValueError, match="target_draft: capture_bytes: expected an integer from 0, got -1"):
+    with pytest.raises(
+        ValueError, match="target_draft: capture_bytes: expected an integer of at least 0, got -1"
+    ):
         drafted(capture_bytes=-1)
 
 

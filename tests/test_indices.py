@@ -89,7 +89,7 @@ def test_lists_become_what_a_plain_reading_of_them_says(
     before = [tensor.clone() for tensor in tensors]
     expected = reference(limits, host, device, size, writes_host)
     if expected is None:
-        with pytest.raises(ValueError, match=r"^mla: (host|device) "):
+        with pytest.raises(ValueError, match=r"^mla: (host|device) .*; (pass|leave|a destination) "):
             indices.batch(limits, *tensors, "token", "cheap", writes_host)
     else:
         made = indices.batch(limits, *tensors, "token", "cheap", writes_host)
@@ -99,19 +99,30 @@ def test_lists_become_what_a_plain_reading_of_them_says(
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
 
 
+OUTSIDE, ALLOCATED = "mla: host ids: expected 0 to", "pass what alloc returned"
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wrong", [-(1 << 31), -1, HOST_PAGES, (1 << 31) - 1])
 def test_an_id_far_outside_is_named(dtype: torch.dtype, wrong: int) -> None:
     limits, device = Limits("mla", 4, HOST_PAGES, DEVICE_PAGES), torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=rf"^mla: host ids: expected 0 to 4, got {wrong}$"):
+    with pytest.raises(ValueError, match=rf"^{OUTSIDE} 4, got {wrong}; {ALLOCATED}, divided by 4$"):
         indices.batch(limits, torch.tensor([0, wrong], dtype=dtype), device, "page", "cheap", True)
 
 
 @pytest.mark.parametrize("wrong", [-(1 << 63), -(1 << 32), 1 << 32, (1 << 63) - 1])
 def test_an_id_that_no_32_bits_hold_is_named(wrong: int) -> None:
     limits, device = Limits("mla", 4, HOST_PAGES, DEVICE_PAGES), torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=rf"^mla: host ids: expected 0 to 4, got {wrong}$"):
+    with pytest.raises(ValueError, match=rf"^{OUTSIDE} 4, got {wrong}; {ALLOCATED}, divided by 4$"):
         indices.batch(limits, torch.tensor([0, wrong]), device, "page", "cheap", True)
     tokens = torch.tensor([0, 1, 2, wrong])
-    with pytest.raises(ValueError, match=rf"^mla: host ids: expected 0 to 19, got {wrong}$"):
+    with pytest.raises(ValueError, match=rf"^{OUTSIDE} 19, got {wrong}; {ALLOCATED}$"):
         indices.batch(limits, tokens, torch.arange(4), "token", "cheap", True)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_page_ids_on_the_device_become_32_bits_or_skipped(stride: int) -> None:
+    ids = [0, 5, (1 << 31) - 1, -1, -7, 1 << 32, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63)]
+    found = indices._words(as_tensor(ids, True, stride, 1))
+    assert found.dtype == torch.int32 and found.is_contiguous()
+    assert found.tolist() == [0, 5, (1 << 31) - 1, *[-1] * 6]

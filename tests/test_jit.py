@@ -339,6 +339,32 @@ def test_without_a_compiler_the_error_names_the_command_that_fills_the_cache(
     assert str(root) in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["host", "cubin"])
+def test_without_a_compiler_a_damaged_entry_is_said_to_be_damaged(
+    kind: str, root: Path, pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Missing("NVRTC", "the library libnvrtc cannot be loaded", "pip install nvidia-cuda-nvrtc")
+
+    def build() -> object:
+        unit = replace(host(pool) if kind == "host" else kernels(pool), arguments="mla --set rows=4")
+        return jit.host_libraries([unit]) if kind == "host" else jit.cubins(unit, "sm_90")
+
+    build()
+    (entry,) = (root / kind).iterdir()
+    binary = next(path for path in entry.iterdir() if path.name != "manifest.json")
+    binary.write_bytes(b"torn")
+    without_compiler(monkeypatch, tmp_path)
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: gone)
+    with pytest.raises(BackendUnavailable) as caught:
+        build()
+    found = str(caught.value)
+    assert f"its entry in the cache, {entry}, is damaged ({binary.name} has sha256 " in found
+    assert caught.value.command.endswith(
+        "; or delete that folder and fill the cache where there is one: "
+        "python -m poolwright.runtime compile mla --set rows=4"
+    )
+
+
 @pytest.mark.parametrize("variable", ["POOLWRIGHT_CXX", "CXX"])
 def test_a_compiler_that_was_asked_for_is_not_replaced(
     root: Path, pool: Path, monkeypatch: pytest.MonkeyPatch, variable: str

@@ -161,12 +161,25 @@ def test_a_page_in_flight_is_not_freed(pool: Any) -> None:
     ticket = pool.write_back(taken, ids(3, 1))
     refused(
         lambda: pool.free(taken[:PAGE]),
-        "mla: page 0 is in flight; wait for its ticket, detach() it, or pass after=ticket",
+        "mla: page 0 is in flight; wait for its ticket, detach() it, or pass after=ticket; of a ticket that "
+        "was dropped only unbind() or clear() lets pages go",
     )
     assert pool.available_size() == (PAGES - 2) * PAGE
     assert pool.free(taken[:PAGE], after=ticket) == PAGE
     ticket.wait()
     assert pool.free(taken[PAGE:]) == PAGE
+
+
+@pytest.mark.parametrize("remedy", ["unbind", "clear"])
+def test_pages_of_a_dropped_ticket_are_let_go_as_the_message_says(pool: Any, remedy: str) -> None:
+    taken = pool.alloc(PAGE)
+    pool.write_back(taken, ids(3))
+    with pytest.raises(ValueError, match=rf"dropped only .*{remedy}\(\)"):
+        pool.free(taken)
+    getattr(pool, remedy)()
+    if remedy == "unbind":  # the page is still taken
+        assert pool.free(taken) == PAGE
+    assert pool.available_size() == PAGES * PAGE
 
 
 def test_done_tells_the_caller(pool: Any) -> None:
@@ -189,14 +202,22 @@ def test_no_ids_is_a_finished_ticket(pool: Any) -> None:
     assert torch.equal(pool.kv_buffer, before)
 
 
+ALLOCATED, BOUND = "pass what alloc returned, divided by 4", "pass rows of the bound tensors, divided by 4"
+
+
 @pytest.mark.parametrize(
     ("host", "device", "unit", "message"),
     [
-        ([PAGES], [0], "page", "mla: host ids: expected 0 to 5, got 6"),
-        ([-1], [0], "page", "mla: host ids: expected 0 to 5, got -1"),
-        ([0], [DEVICE_PAGES], "page", "mla: device ids: expected 0 to 8, got 9"),
-        ([0], [-2], "page", "mla: device ids: expected 0 to 8, got -2"),
-        ([0, 1], [0], "page", "mla: expected as many host ids as device ids, got 2 and 1"),
+        ([PAGES], [0], "page", f"mla: host ids: expected 0 to 5, got 6; {ALLOCATED}"),
+        ([-1], [0], "page", f"mla: host ids: expected 0 to 5, got -1; {ALLOCATED}"),
+        ([0], [DEVICE_PAGES], "page", f"mla: device ids: expected 0 to 8, got 9; {BOUND}"),
+        ([0], [-2], "page", f"mla: device ids: expected 0 to 8, got -2; {BOUND}"),
+        (
+            [0, 1],
+            [0],
+            "page",
+            "mla: expected as many host ids as device ids, got 2 and 1; pair each host id with its device id",
+        ),
         ([0], [0], "row", "mla: unit: expected token or page, got 'row'"),
     ],
 )
@@ -210,11 +231,11 @@ def test_wrong_ids(pool: Any, host: list[int], device: list[int], unit: str, mes
 def test_duplicates(pool: Any) -> None:
     refused(
         lambda: pool.write_back(torch.tensor([2, 2]), torch.tensor([0, 1]), "page"),
-        "mla: host ids: page 2 stands twice in one list; a destination may be written once",
+        "mla: host ids: page 2 stands twice in one list; a destination may be written once: leave one out",
     )
     refused(
         lambda: pool.load(torch.tensor([2, 3]), torch.tensor([1, 1]), "page"),
-        "mla: device ids: page 1 stands twice in one list; a destination may be written once",
+        "mla: device ids: page 1 stands twice in one list; a destination may be written once: leave one out",
     )
     pool.load(torch.tensor([2, 2]), torch.tensor([0, 1]), "page").wait()
 
@@ -261,15 +282,15 @@ def test_wrong_id_tensors(pool: Any) -> None:
     good = torch.tensor([0])
     refused(
         lambda: pool.load(good.float(), good, "page"),
-        "mla: host ids: dtype: expected int32 or int64, got torch.float32",
+        "mla: host ids: dtype: expected int32 or int64, got torch.float32; use .to(torch.int64)",
     )
     refused(
         lambda: pool.load(good, good[None], "page"),
-        "mla: device ids: expected one dimension, got shape (1, 1)",
+        "mla: device ids: expected one dimension, got shape (1, 1); use reshape(-1)",
     )
     refused(
         lambda: pool.load([0], good, "page"),
-        "mla: host ids: expected a tensor, got list",
+        "mla: host ids: expected a tensor, got list; wrap them in torch.tensor",
     )
     refused(
         lambda: pool.load(good, good, "page", validate="most"),
@@ -317,7 +338,9 @@ def test_bind_names_what_is_wrong() -> None:
         "mla: kv: stride of token (shape#0): expected 10 bytes, got 16; this form takes packed rows only",
     )
     bound(pool, {"kv": [g.to("meta") for g in good]}, "mla: kv: device: expected cpu, got meta")
-    bound(pool, {"kv": good[:1]}, "mla: kv: expected 2 layers, got 1")
+    bound(
+        pool, {"kv": good[:1]}, "mla: kv: expected 2 layers, got 1; name others than the pool's in layer_ids"
+    )
     bound(pool, {"kv": good}, "mla: kv: no tensor for layer 5, got layers [2, 4]", layer_ids=[2, 4])
     bound(pool, {}, "mla: no tensor for component 'kv', got none")
     bound(
@@ -452,7 +475,7 @@ def test_names_that_engines_know() -> None:
     assert pool.can_use_write_back_jit_kernel(element_size=10)
     refused(
         lambda: pool.backup_from_device_all_layer(None, ids(0), ids(0), "rdma"),
-        "mla: io_backend: expected kernel or direct, got 'rdma'",
+        "mla: io_backend: expected one of kernel, direct, got 'rdma'",
     )
     pool.destroy()
 
@@ -499,7 +522,7 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_dtype() -> None:
-    with pytest.raises(ValueError, match=r"mla: kv dtype: expected one of \[.*\], got torch.int8"):
+    with pytest.raises(ValueError, match=r"mla: dtype: expected one of \[.*\], got torch.int8"):
         build(dtype=torch.int8)
 
 

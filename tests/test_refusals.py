@@ -93,7 +93,7 @@ def test_a_row_that_no_transfer_converts_is_refused() -> None:
 @pytest.mark.parametrize("path", [None, "host", "torch", "zero_copy"])
 def test_ids_on_a_device_that_is_not_the_pools(pool: HostPool, path: str | None) -> None:
     pool.bind({"kv": [rows(), rows()]})
-    with pytest.raises(ValueError, match="device ids: expected a tensor on cpu or cpu, got meta"):
+    with pytest.raises(ValueError, match="device ids: expected a tensor on cpu, got meta; move it there"):
         pool.write_back(torch.arange(4), torch.arange(4).to("meta"), path=path)
 
 

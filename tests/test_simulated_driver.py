@@ -440,3 +440,20 @@ def test_no_copy_crosses_two_registrations(
     for (tensor,), before in zip(tensors.values(), kept, strict=True):
         assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
     pool.destroy()
+
+
+@pytest.mark.parametrize("path", ["zero_copy", "staged"])
+@pytest.mark.parametrize("wrong", [-1, -(1 << 40), (1 << 32) + 3, (1 << 63) - 1])
+def test_page_ids_on_the_device_that_no_32_bits_hold_move_nothing(path: str, wrong: int) -> None:
+    """Cut to 32 bits, `wrong` would be another page, which the model finds changed."""
+    made = world(CONFIGS[0], first)
+    host, given = torch.arange(2), [wrong, 6]
+    mine, theirs = made.tokens([1]), made.tokens([6])
+    made.pool.write_back(host, made.device_ids(given, made.driver.caller), "page", path=path).wait()
+    made.stored(mine, theirs)
+    made.produce(made.driver.caller, made.tokens(range(8)))
+    made.pool.load(host, made.device_ids(given, made.driver.caller), "page", path=path).wait()
+    made.loaded(mine, theirs, range(3))
+    made.compare_host(range(5))
+    made.settle()
+    made.check()

@@ -13,6 +13,7 @@ from lying_engine import LyingEngine
 
 from poolwright.runtime.errors import BackendUnavailable, PoolError
 from poolwright.runtime.storage import MooncakeStorage, Status, engine
+from poolwright.runtime.storage.cluster import Cluster
 from poolwright.runtime.storage.engine import Waits
 from poolwright.runtime.storage.envelope import SIZE
 from poolwright.runtime.storage.scratch import PACK_BYTES, PACK_PARTS
@@ -293,11 +294,45 @@ def test_waits_that_are_none_are_refused(name: str, bad: str, monkeypatch: pytes
         engine.shorten()
 
 
+LOADER = (
+    "mooncake_master: error while loading shared libraries: libibverbs.so.1: cannot open shared object file"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        (LOADER, BackendUnavailable, "libibverbs.so.1: .*; to mend it: apt-get install libibverbs1$"),
+        (
+            "bind: port in use",
+            PoolError,
+            r"ended with 127; it said last: bind: port in use; its log is .*\.log$",
+        ),
+        ("", PoolError, "ended with 127; it said last: nothing; its log is "),
+    ],
+)
+def test_a_server_that_ends_says_why(
+    said: str, kind: type[PoolError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("")
+    (tmp_path / "mooncake" / "cli.py").write_text(
+        f"import sys; print({said!r}, file=sys.stderr); sys.exit(127)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)
+    with Cluster(tmp_path / "servers") as servers, pytest.raises(PoolError, match=message) as caught:
+        servers.start_master()
+    assert type(caught.value) is kind
+
+
 @pytest.mark.parametrize(
     ("error", "command"),
     [
         ("No module named 'mooncake'", r"pip install 'poolwright\[mooncake\]'"),
         ("libibverbs.so.1: cannot open shared object file", "apt-get install libibverbs1"),
+        ("libcurl.so.4: cannot open shared object file", "apt-get install libcurl4"),
     ],
 )
 def test_a_library_that_is_missing_says_how_to_get_it(

@@ -364,7 +364,7 @@ def test_wrong_calls(storage: Gate, sides: tuple[Side, Side]) -> None:
         one.tier.store({"kv": (HASHES[:1], torch.arange(4))})
     with pytest.raises(ValueError, match="trailing: 'kv' is no pool that hits by its trailing pages"):
         Tier(one.controller, storage, model="m", shard="all", trailing={"kv": 2})
-    with pytest.raises(ValueError, match="step: expected pages from 1, got 0"):
+    with pytest.raises(ValueError, match="step: expected an integer of at least 1, got 0"):
         Tier(one.controller, storage, model="m", shard="all", step=0)
     one.fill(3, [3])
     ack = other.fetch(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from poolwright.codegen.commands.common import InputError, unknown
@@ -17,13 +18,14 @@ SHIPPED = Path(__file__).resolve().parent.parent.parent / "specs"
 def run(name: str, *, like: str | None) -> int:
     """Write the new spec and say what comes next. Never replaces a file.
 
-    `like` None: the shipped spec of that name where there is one, else `DEFAULT`.
+    `like` None: the shipped spec of that name where there is one, else `DEFAULT`; a name that is nearly a
+    shipped one is refused.
     """
     project = find_project()
     _check_name(name)
     if like is None:
         _check_group(project, name)
-        like = name if (SHIPPED / f"{name}.yaml").is_file() else DEFAULT
+        like = name if (SHIPPED / f"{name}.yaml").is_file() else _default(name)
     target = project.specs / f"{name}.yaml"
     if target.exists() or target.is_symlink():
         raise InputError(f"{project.display(target)} exists already; take another name, or edit it")
@@ -89,14 +91,31 @@ def _check_group(project: Project, name: str) -> None:
         )
 
 
+def _default(name: str) -> str:
+    """`DEFAULT`, unless the name is nearly that of something shipped: then it is probably misspelt."""
+    close = get_close_matches(name, [*_names(SHIPPED), *_names(SHIPPED / "groups")], n=3)
+    if close:
+        known = " or ".join(map(repr, close))
+        raise InputError(
+            f"{name!r} is no shipped pool or group (did you mean {known}?); for a new pool of that name say "
+            f"--like POOL"
+        )
+    return DEFAULT
+
+
 def _find(project: Project, like: str) -> Path:
     """The spec to start from: one of the project's, else one that is shipped."""
     folders = (project.specs, SHIPPED)
     for folder in folders:
         if name_problem(like) is None and like not in NOT_POOLS and (folder / f"{like}.yaml").is_file():
             return folder / f"{like}.yaml"
-    names = {path.stem for folder in folders for path in folder.glob("[a-z]*.yaml")} - set(NOT_POOLS)
-    raise InputError(unknown("spec to start from", like, sorted(names)))
+    names = sorted({name for folder in folders for name in _names(folder)})
+    raise InputError(unknown("spec to start from", like, names))
+
+
+def _names(folder: Path) -> list[str]:
+    """The pools whose specs are in this folder."""
+    return sorted({path.stem for path in folder.glob("[a-z]*.yaml")} - set(NOT_POOLS))
 
 
 def _check_class(project: Project, wanted: str) -> None:

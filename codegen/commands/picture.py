@@ -119,8 +119,9 @@ def _steps(side: dict[str, Any], loops: Sequence[str]) -> dict[str, Any]:
 # ---- text -------------------------------------------------------------------------------------
 
 
-def text(data: dict[str, Any], words: Sequence[str]) -> str:
-    """The picture as lines for a terminal; `words` are the values it was drawn with."""
+def text(data: dict[str, Any], words: Sequence[str], above: Sequence[dict[str, Any]] = ()) -> str:
+    """The picture as lines for a terminal; `words` are the values it was drawn with, `above` the pictures
+    printed before it, whose device sides are not printed again."""
     variant = "".join(f", {name} {choice}" for name, choice in data["variant"].items())
     lines = [f"{data['pool']}{variant}: form {data['form']}, layout {data['layout']}"]
     lines.append(f"  with {' '.join(words)}" if words else "  symbolic; give numbers with --set name=value")
@@ -131,18 +132,21 @@ def text(data: dict[str, Any], words: Sequence[str]) -> str:
         lines.append(
             f"    {one['component'] or 'all'}: {one['bytes']} bytes at {one['base']} + page * bytes{times}"
         )
-    for item in data["components"]:
-        lines += ["", *_item_lines(item)]
+    alike = [one for one in above if (one["form"], one["variant"]) == (data["form"], data["variant"])]
+    for at, item in enumerate(data["components"]):
+        sides = {str(one["components"][at]["device"]): one["layout"] for one in reversed(alike)}
+        lines += ["", *_item_lines(item, sides.get(str(item["device"])))]
     return "\n".join(lines) + "\n"
 
 
-def _item_lines(item: dict[str, Any]) -> list[str]:
+def _item_lines(item: dict[str, Any], same: str | None) -> list[str]:
+    """`same`: the layout above whose device side is this one's, too."""
     when = "" if item["when"] is None else f", only when {item['when']}"
     if item["absent"]:
         return [f"  {item['name']}: absent with these values{when}"]
     lines = [f"  {item['name']}: items of {item['itemsize']} bytes{when}"]
-    for side in ("device", "host"):
-        lines += _side_lines(side, item[side])
+    lines += [f"    device: as in layout {same}, above"] if same else _side_lines("device", item["device"])
+    lines += _side_lines("host", item["host"])
     lines += [_walk_line(walk) for walk in item["walks"]]
     if item["first_copies"]:
         lines.append("    first copies of page 0 (host byte, device byte):")
@@ -164,7 +168,8 @@ def _walk_line(walk: dict[str, Any]) -> str:
     loops = f"loops {' > '.join(walk['loops'])}" if walk["loops"] else "no loop"
     atom = " ".join(walk["atom"]) or "one item"
     width = walk["vector_width"]
-    vector = f"vectors of {width}" if width is not None else f"vectors that divide {walk['grain']}"
+    divided = "them" if walk["grain"] == walk["atom_bytes"] else walk["grain"]
+    vector = f"vectors of {width}" if width is not None else f"vectors that divide {divided}"
     size = f"atoms {walk['atoms']}, each {walk['atom_bytes']} bytes"
     return f"    by {walk['name']}: {size} ({atom}), {loops}, {vector}"
 

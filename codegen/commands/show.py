@@ -31,7 +31,7 @@ def run(name: str, words: Sequence[str], *, layout: str | None, form: str | None
     if json:
         print(json_format.dumps({"set": list(words), "programs": pictures}, indent=2))
     else:
-        print("\n".join(text(one, words) for one in pictures), end="")
+        print("\n".join(text(one, words, pictures[:n]) for n, one in enumerate(pictures)), end="")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.controller import ids
 from poolwright.runtime.controller.book import Book, Queued
 from poolwright.runtime.controller.flight import Flight, Leg
@@ -20,6 +22,7 @@ from poolwright.runtime.controller.statistics import Statistics
 from poolwright.runtime.driver import Event, Stream
 from poolwright.runtime.errors import PoolError, TransferError
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.indices import UNITS
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.ticket import Ticket
 
@@ -59,8 +62,12 @@ class Controller:
         reclaim: Reclaim | None,
         clock: Callable[[], float],
     ) -> None:
-        if type(limit) is not int or limit < 1:
-            raise ValueError(f"limit: expected an integer of at least 1, got {limit!r}")
+        self._name = pools.spec.name if isinstance(pools, HostPoolGroup) else pools.name
+        arguments.whole(self._name, "limit", limit, 1)
+        if reclaim is not None and not callable(reclaim):
+            raise arguments.refusal(self._name, "reclaim", "a function of {pool: ids that lack}", reclaim)
+        if not callable(clock):
+            raise arguments.refusal(self._name, "clock", "a function that gives seconds", clock)
         self._pools, self._limit, self._reclaim, self._clock = pools, limit, reclaim, clock
         self._own = {name: pool for name, pool in pools.pools.items() if pool._source is None}
         self._anchor = next(iter(self._own.values()))
@@ -103,7 +110,7 @@ class Controller:
 
         `order` ``layer``: first layers first, each can be waited for; ``bulk``: all at once.
         """
-        wanted = None if layers is None else tuple(layers)
+        wanted = None if layers is None else arguments.layer_ids(self._name, "layers", layers)
 
         def submit(moves: Mapping[str, Ids], unit: str) -> Ticket:
             how: dict[str, Any] = {"order": order, "layers": wanted, "readers": readers}
@@ -170,8 +177,10 @@ class Controller:
         was started before it. Their host pages are the caller's again, those of a failed one too: it frees
         them or uses them for something else.
         """
-        if max_n is not None and max_n < 0:
-            raise ValueError(f"max_n: expected a number from 0, or None for all, got {max_n}")
+        if max_n is not None:
+            max_n = arguments.integer(self._name, "max_n", max_n)
+            if not 0 <= max_n <= sys.maxsize:
+                raise arguments.refusal(self._name, "max_n", "a number from 0, or None for all", max_n)
         with self._lock:
             self._alive()
             acks = []
@@ -184,8 +193,8 @@ class Controller:
 
     def _over(self, direction: str | None) -> Iterator[Running]:
         """Operations that are over, up to the first that is not."""
-        if direction is not None and direction not in self._running:
-            raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
+        if direction is not None:
+            arguments.one_of(self._name, "direction", direction, DIRECTIONS)
         asked = self._running.values() if direction is None else (self._running[direction],)
         ordered = heapq.merge(*asked, key=lambda running: running.leg.number)
         return takewhile(lambda running: self._ended(running.leg), ordered)
@@ -201,6 +210,8 @@ class Controller:
     def cancel(self, operation: Operation) -> bool:
         """Take back an operation that is not started yet: whether it was. There is no ack for it, and the
         pages that `write` took are free again. What is started comes to its end, and its ack with it."""
+        if not isinstance(operation, Operation):
+            raise arguments.refusal(self._name, "cancel", "an operation", operation)
         with self._lock:
             self._alive()
             queue = self._queues[operation.direction]
@@ -278,6 +289,7 @@ class Controller:
         return self._pools.alloc(counts)
 
     def _free(self, host: Mapping[str, torch.Tensor], unit: str) -> None:
+        arguments.one_of(self._name, "unit", unit, UNITS)
         listed = {name: ids.listed(name, "free", each) for name, each in self._named("free", host).items()}
         named = self._tokens(listed, unit)
         with self._lock:
@@ -293,6 +305,7 @@ class Controller:
             self._pools.free(named)
 
     def _write(self, given: Mapping[str, torch.Tensor], unit: str, key: object) -> Operation | None:
+        arguments.one_of(self._name, "unit", unit, UNITS)
         device = {n: ids.listed(n, "write", each) for n, each in self._named("write", given).items()}
         with self._lock:
             self._alive()
@@ -319,7 +332,10 @@ class Controller:
     def _queue(self, direction: str, moves: dict[str, Ids], unit: str, key: object) -> Operation | None:
         """Check an operation and queue it; None when the queue is full. Raises ValueError."""
         batches = {}
-        for name, (host, device) in moves.items():
+        for name, pair in moves.items():
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise arguments.refusal(self._name, f"{direction}: {name}", "(host, device) ids", pair)
+            host, device = pair
             for move in self._own[name]._moves(direction, host, device, unit, "cheap", None, None):
                 batches[move.name] = move.batch
         on_device = any(not device.is_cpu for _, device in moves.values())
@@ -386,10 +402,14 @@ class Controller:
 
     def _named(self, call: str, given: Mapping[str, _T]) -> dict[str, _T]:
         """What is given by pool, in the fixed order. Raises ValueError for pools without ids of their own."""
+        known = ", ".join(self._own)
+        if not isinstance(given, Mapping):
+            raise arguments.refusal(self._name, call, f"a mapping by pool ({known})", given)
         for name in given:
             if name not in self._own:
-                known = ", ".join(self._own)
-                raise ValueError(f"{call}: no pool {name!r} with ids of its own; there are {known}")
+                raise ValueError(
+                    f"{self._name}: {call}: no pool {name!r} with ids of its own; there are {known}"
+                )
         return {name: given[name] for name in self._own if name in given}
 
     def _tokens(self, host: Mapping[str, torch.Tensor], unit: str) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.controller.base import LIMIT, Controller, Reclaim
 from poolwright.runtime.controller.lone import Lone
 from poolwright.runtime.controller.operation import Operation
@@ -29,8 +30,9 @@ class CacheController(Controller):
         reclaim: Reclaim | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(pool, HostPool):
+            raise arguments.refusal("CacheController", "pool", "a pool", pool)
         super().__init__(Lone(pool), limit, reclaim, clock)
-        self._name = pool.name
 
     @opaque
     def write(self, device: torch.Tensor, *, unit: str = "token", key: object = None) -> Operation | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from poolwright.runtime import arguments
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.pool import HostPool
 
@@ -22,18 +23,17 @@ class Rule:
 
 
 def rules_of(
-    pools: Mapping[str, HostPool], group: HostPoolGroup | None, trailing: Mapping[str, int]
+    owner: str, pools: Mapping[str, HostPool], group: HostPoolGroup | None, trailing: Mapping[str, int]
 ) -> dict[str, Rule]:
     """The rule of every pool as the group's spec says it; `trailing`: of how many pages, 1 if not named.
 
-    Raises ValueError for a name in `trailing` whose pool needs all pages.
+    Raises ValueError, naming `owner`, for a name in `trailing` whose pool needs all pages.
     """
     ends = {n for n in pools if group is not None and group.spec.members[n].hit == "trailing_pages"}
     for name, pages in trailing.items():
         if name not in ends:
-            raise ValueError(f"trailing: {name!r} is no pool that hits by its trailing pages")
-        if type(pages) is not int or pages < 1:
-            raise ValueError(f"trailing: {name}: expected pages from 1, got {pages!r}")
+            raise ValueError(f"{owner}: trailing: {name!r} is no pool that hits by its trailing pages")
+        arguments.whole(owner, f"trailing: {name}", pages, 1)
     return {name: Rule(trailing.get(name, 1) if name in ends else None) for name in pools}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.controller.base import LIMIT, Controller, Reclaim
 from poolwright.runtime.controller.operation import Ids, Operation
 from poolwright.runtime.group import HostPoolGroup
@@ -27,6 +28,8 @@ class HybridCacheController(Controller):
         reclaim: Reclaim | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(group, HostPoolGroup):
+            raise arguments.refusal("HybridCacheController", "group", "a group of pools", group)
         super().__init__(group, limit, reclaim, clock)
 
     @opaque
@@ -54,4 +57,6 @@ class HybridCacheController(Controller):
     @opaque
     def locked(self, name: str) -> set[int]:
         """As `CacheController.locked`, of one pool."""
+        if not isinstance(name, str):
+            raise arguments.refusal(self._name, "locked", f"one of {', '.join(self._own)}", name)
         return self._locked(*self._named("locked", {name: None}))

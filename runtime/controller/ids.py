@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.controller.book import Queued
 from poolwright.runtime.controller.operation import Ids, Operation
 
 
 def listed(name: str, call: str, ids: torch.Tensor) -> torch.Tensor:
     """The ids. Raises ValueError for what is no list of ids."""
-    if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"{name}: {call}: expected a tensor of ids, got {type(ids).__name__}")
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
-        got = f"{ids.dtype} {list(ids.shape)}"
-        raise ValueError(f"{name}: {call}: expected ids of int32 or int64 in one dimension, got {got}")
+    known = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not known or ids.dim() != 1 or ids.layout is not torch.strided or ids.is_meta:
+        expected = "a dense tensor of ids, int32 or int64 [n]"
+        raise arguments.refusal(name, call, expected, ids, "wrap them in torch.tensor")
     return ids
 
 
@@ -27,9 +27,7 @@ def pages_of(tokens: torch.Tensor, page_size: int) -> set[int]:
 
 
 def tokens_of(unit: str, page_size: int) -> int:
-    """Tokens of one id. Raises ValueError for another unit than ``token`` and ``page``."""
-    if unit not in ("token", "page"):
-        raise ValueError(f"unit: expected token or page, got {unit!r}")
+    """Tokens of one id."""
     return page_size if unit == "page" else 1
 
 

@@ -16,7 +16,7 @@ class Lone:
     """One pool, under its own name. Every mapping has that one key."""
 
     def __init__(self, pool: HostPool) -> None:
-        self.pools = {pool.name: pool}
+        self.name, self.pools = pool.name, {pool.name: pool}
         self._pool = pool
 
     def alloc(self, counts: Mapping[str, int]) -> dict[str, torch.Tensor] | None:

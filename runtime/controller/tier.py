@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.controller.base import Controller
 from poolwright.runtime.controller.flight import Leg
 from poolwright.runtime.controller.hits import boundaries, leading, rules_of
+from poolwright.runtime.controller.ids import listed
 from poolwright.runtime.controller.operation import Ack, Operation
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.group import HostPoolGroup
+from poolwright.runtime.pool import HostPool
 from poolwright.runtime.storage import PageStore, Status, Storage
 
 Pages = Mapping[str, tuple[Sequence[str], torch.Tensor]]
@@ -90,12 +93,19 @@ class Tier:
         step: int = 32,
         workers: int = 1,
     ) -> None:
-        if type(step) is not int or step < 1:
-            raise ValueError(f"step: expected pages from 1, got {step!r}")
+        if not isinstance(controller, Controller):
+            raise arguments.refusal("Tier", "controller", "a controller", controller)
+        self._name = controller._name
+        if not isinstance(storage, Storage):
+            raise arguments.refusal(self._name, "storage", "a storage", storage)
+        arguments.whole(self._name, "step", step, 1)
+        arguments.whole(self._name, "workers", workers, 1)
+        if trailing is not None and not isinstance(trailing, Mapping):
+            raise arguments.refusal(self._name, "trailing", "pages by pool", trailing)
         pools = controller._pools.pools
         group = controller._pools if isinstance(controller._pools, HostPoolGroup) else None
         self._controller, self._storage, self._step = controller, storage, step
-        self._rules = rules_of(pools, group, trailing or {})
+        self._rules = rules_of(self._name, pools, group, trailing or {})
         self._stores: dict[str, PageStore] = {}
         self._owners: dict[str, str] = {}  # of every pool with bytes, the pool whose ids it takes
         for owner, pool in controller._own.items():
@@ -104,9 +114,7 @@ class Tier:
                     self._rules[member.name] = self._rules[owner]
                 if member.page_bytes:
                     self._owners[member.name] = owner
-                    self._stores[member.name] = PageStore(
-                        storage, member, model=model, name=member.name, shard=shard
-                    )
+                    self._stores[member.name] = self._store_of(member, model, shard)
         self._legs: dict[int, StorageLeg] = {}
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix=f"tier of {controller._anchor.name}")
 
@@ -115,15 +123,8 @@ class Tier:
     def store(self, pages: Pages, *, key: object = None) -> Operation | None:
         """Begin to store host pages under hashes, those of pools that take their ids with them; None when
         `limit` stores lack an ack. Raises ValueError for pages that are being written."""
-        named = self._controller._named("store", pages)
-        for name, (hashes, host) in named.items():
-            self._check(hashes)
-            expected = len(hashes) * self._controller._own[name].page_size
-            if host.numel() != expected:
-                raise ValueError(
-                    f"{name}: store: expected {expected} ids for {len(hashes)} pages, got {host.numel()}"
-                )
-        hashes_of = {name: tuple(hashes) for name, (hashes, _) in named.items()}
+        named = {n: self._given(n, pair) for n, pair in self._controller._named("store", pages).items()}
+        hashes_of = {name: hashes for name, (hashes, _) in named.items()}
         numbers = {name: self._pages_of(name, host) for name, (_, host) in named.items()}
 
         def work(stop: threading.Event) -> Outcome:
@@ -141,8 +142,7 @@ class Tier:
 
         The ack's `hit` says how much of it can be restored; `keep` then gives the rest back.
         """
-        wanted, controller = tuple(hashes), self._controller
-        self._check(wanted)
+        wanted, controller = self._hashes(hashes), self._controller
         counts = {}
         for name, pool in controller._own.items():
             counts[name] = len(self._rules[name].needs(len(wanted))) * pool.page_size
@@ -160,6 +160,8 @@ class Tier:
 
     def cancel(self, operation: Operation) -> bool:
         """Ask a fetch to end soon, with what it has by then; whether it was still at it. Its ack comes."""
+        if not isinstance(operation, Operation):
+            raise arguments.refusal(self._name, "cancel", "an operation", operation)
         leg = self._legs.get(operation.number)
         if leg is None or leg.over():
             return False
@@ -173,8 +175,11 @@ class Tier:
         Also empty for fewer pages than were hit in a group with trailing pages: they are those of another
         boundary. Raises ValueError for more than `ack.hit`.
         """
+        if not isinstance(ack, Ack):
+            raise arguments.refusal(self._name, "keep", "an ack", ack)
+        pages = arguments.integer(self._name, "keep", pages)
         if ack.operation.direction != "fetch" or not 0 <= pages <= ack.hit:
-            raise ValueError(f"keep: expected 0 to {ack.hit} pages of a fetch, got {pages}")
+            raise arguments.refusal(self._name, "keep", f"0 to {ack.hit} pages of a fetch", pages)
         ends = any(self._rules[name].trailing is not None for name in self._owners)
         kept = 0 if ends and pages != ack.hit else pages
         found, rest = {}, {}
@@ -186,6 +191,7 @@ class Tier:
 
     def keys(self, page_hash: str) -> dict[str, str]:
         """The key of this hash in storage for every pool with bytes."""
+        (page_hash,) = self._hashes([page_hash])
         return {name: store.namespace.key(page_hash) for name, store in self._stores.items()}
 
     def close(self) -> None:
@@ -217,11 +223,39 @@ class Tier:
 
         return controller._begin(direction, host, key, leg)
 
-    def _check(self, hashes: Sequence[str]) -> None:
-        """Raises ValueError for what is no hash, here and not in a worker."""
+    def _store_of(self, pool: HostPool, model: str, shard: str) -> PageStore:
+        try:
+            return PageStore(self._storage, pool, model=model, name=pool.name, shard=shard)
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from None
+
+    def _given(
+        self, name: str, pair: tuple[Sequence[str], torch.Tensor]
+    ) -> tuple[tuple[str, ...], torch.Tensor]:
+        """Hashes and as many host pages of this pool. Raises ValueError."""
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise arguments.refusal(self._name, f"store: {name}", "(hashes, host ids)", pair)
+        hashes, host = self._hashes(pair[0]), listed(name, "store", pair[1])
+        expected = len(hashes) * self._controller._own[name].page_size
+        if host.numel() != expected:
+            raise ValueError(
+                f"{name}: store: expected {expected} ids for {len(hashes)} pages, got {host.numel()}; "
+                f"pass all ids of a page for each hash"
+            )
+        return hashes, host
+
+    def _hashes(self, hashes: Sequence[str]) -> tuple[str, ...]:
+        """The hashes. Raises ValueError for what is no hash, here and not in a worker."""
+        if isinstance(hashes, (str, torch.Tensor)) or not isinstance(hashes, Iterable):
+            raise arguments.refusal(self._name, "hashes", "a list of page hashes", hashes)
+        found = tuple(hashes)
         for store in list(self._stores.values())[:1]:
-            for each in hashes:
-                store.namespace.key(each)
+            for each in found:
+                try:
+                    store.namespace.key(each)
+                except ValueError as error:
+                    raise ValueError(f"{self._name}: {error}") from None
+        return found
 
     def _pages_of(self, name: str, ids: torch.Tensor) -> list[int]:
         size = self._controller._own[name].page_size

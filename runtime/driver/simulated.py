@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -75,6 +76,7 @@ class SimulatedStream:
     queue: deque[Operation] = field(default_factory=deque)
     clock: Clock = field(default_factory=list)
     failed: str = ""
+    simulated: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return self.name

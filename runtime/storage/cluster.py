@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from poolwright.runtime.errors import BackendUnavailable, PoolError
+from poolwright.runtime.storage.engine import installs
 
 HOST = "127.0.0.1"
 READY_S = 30.0
@@ -39,6 +40,7 @@ class Cluster:
         self.folder, self._options = folder, tuple(options)
         self._port, self._http = ports or (free_port(), free_port())
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._logs: dict[int, Path] = {}
 
     @property
     def address(self) -> str:
@@ -46,7 +48,8 @@ class Cluster:
         return f"{HOST}:{self._port}"
 
     def start_master(self) -> subprocess.Popen[bytes]:
-        """Start the master and wait until it serves. Raises PoolError with its log's end."""
+        """Start the master and wait until it serves. Raises PoolError with its log's end, BackendUnavailable
+        where a system library is missing."""
         process = self._start(
             "mooncake.cli",
             f"--rpc_address={HOST}",
@@ -60,7 +63,7 @@ class Cluster:
         return process
 
     def start_node(self, nbytes: int) -> subprocess.Popen[bytes]:
-        """Start a node that lends so many bytes, and wait until the master knows it. Raises PoolError."""
+        """Start a node that lends so many bytes, and wait until the master knows it. Raises as above."""
         known = self.nodes()
         process = self._start(
             "mooncake.cli_client",
@@ -108,15 +111,24 @@ class Cluster:
                 start_new_session=True,
             )
         self.processes.append(process)
+        self._logs[process.pid] = log
         return process
 
     def _wait(self, process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> None:
         end = time.monotonic() + READY_S
         while not ready():
             if process.poll() is not None or time.monotonic() > end:
-                ended = "did not get ready" if process.poll() is None else f"ended with {process.returncode}"
-                raise PoolError(f"{process.args!r} {ended}; its log is in {self.folder}")
+                raise self._failure(process)
             time.sleep(0.02)
+
+    def _failure(self, process: subprocess.Popen[bytes]) -> PoolError:
+        """Why a server is not ready."""
+        log = self._logs[process.pid]
+        said = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"])[-1]
+        if process.poll() is not None and (command := installs(said)):
+            return BackendUnavailable("Mooncake's server", said, command)
+        ended = "did not get ready" if process.poll() is None else f"ended with {process.returncode}"
+        return PoolError(f"{process.args!r} {ended}; it said last: {said}; its log is {log}")
 
     def _ask(self, path: str) -> str:
         """What the master's HTTP server says; nothing while it does not answer."""

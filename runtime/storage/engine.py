@@ -30,6 +30,8 @@ from mooncake.store import MooncakeDistributedStore
 os._exit(MooncakeDistributedStore().setup(*json.loads(sys.argv[1])) != 0)
 """
 LOCAL_BUFFER = 16 << 20
+PACKAGES = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
+"""Debian's packages of the system libraries that Mooncake is linked with."""
 START = "make mooncake-up for one on this machine, or see docs/scaling.md"
 
 
@@ -86,9 +88,7 @@ def connect(master: str, host: str, protocol: str, device: str) -> Engine:
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
-        command = "pip install 'poolwright[mooncake]'"
-        if "libibverbs" in str(error):
-            command = "apt-get install libibverbs1"
+        command = installs(str(error)) or "pip install 'poolwright[mooncake]'"
         raise BackendUnavailable("mooncake.store", str(error), command) from error
     _log.warning(
         "Mooncake opens ports on every interface of this machine, and asks nobody who reaches them for a "
@@ -101,6 +101,12 @@ def connect(master: str, host: str, protocol: str, device: str) -> Engine:
     if code != 0:
         raise BackendUnavailable(f"Mooncake master {master}", f"setup failed with code {code}", START)
     return cast(Engine, store)
+
+
+def installs(said: str) -> str:
+    """The command that brings the system library of which a loader said that it is missing; or nothing."""
+    package = next((package for library, package in PACKAGES.items() if f"{library}.so" in said), None)
+    return f"apt-get install {package}" if package else ""
 
 
 def _ask(master: str) -> None:

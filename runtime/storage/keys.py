@@ -44,7 +44,7 @@ class Namespace:
 
     def key(self, page_hash: str) -> str:
         """The key of a page. Raises ValueError for a hash that is not 16 to 128 characters of hex."""
-        if not re.fullmatch("[0-9a-f]{16,128}", page_hash):
+        if not isinstance(page_hash, str) or not re.fullmatch("[0-9a-f]{16,128}", page_hash):
             raise ValueError(
                 f"page hash: expected 16 to 128 characters of 0-9a-f, got {page_hash!r}; see token_hashes"
             )

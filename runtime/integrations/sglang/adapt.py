@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+from poolwright.runtime import arguments
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.integrations.sglang.host_pool import HiCachePool, kind_of
 from poolwright.runtime.integrations.sglang.layers import numbered
@@ -23,6 +24,8 @@ def host_pool(pool: HostPool, *, layers: Numbers | None = None, draft_layers: in
     are layers that the pool lacks. `draft_layers`: how many at the end of the list are those of draft models.
     Raises ValueError.
     """
+    if not isinstance(pool, HostPool):
+        raise arguments.refusal("host_pool", "pool", "a pool", pool)
     (made,) = _made(pool, {pool.name: pool}, {pool.name: layers}, {pool.name: draft_layers})
     return made
 
@@ -37,10 +40,15 @@ def host_pools(
 
     The arguments are those of `host_pool`, by pool. Raises ValueError.
     """
-    for name in [*(layers or {}), *(draft_layers or {})]:
-        if name not in group.pools:
-            known = ", ".join(group.pools)
-            raise ValueError(f"{group.spec.name}: no pool {name!r}; pools are {known}")
+    if not isinstance(group, HostPoolGroup):
+        raise arguments.refusal("host_pools", "group", "a group of pools", group)
+    known = ", ".join(group.pools)
+    for what, given in (("layers", layers), ("draft_layers", draft_layers)):
+        if given is not None and not isinstance(given, Mapping):
+            raise arguments.refusal(group.spec.name, what, f"a mapping by pool ({known})", given)
+        for name in given or ():
+            if name not in group.pools:
+                raise ValueError(f"{group.spec.name}: {what}: no pool {name!r}; pools are {known}")
     return {pool.pool_label: pool for pool in _made(group, group.pools, layers or {}, draft_layers or {})}
 
 

@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from poolwright.runtime import arguments
+from poolwright.runtime.controller.ids import listed
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.integrations.sglang.layers import Layers
 from poolwright.runtime.integrations.sglang.objects import PagePart, keyed_twice
-from poolwright.runtime.integrations.sglang.pages import StoredPages
+from poolwright.runtime.integrations.sglang.pages import StoredPages, on_cpu
 from poolwright.runtime.integrations.sglang.submissions import Submissions
 from poolwright.runtime.pool import HostPool
 
@@ -56,7 +58,7 @@ class HiCachePool(StoredPages):
 
     def free(self, indices: torch.Tensor) -> int:
         """Give whole pages back; how many ids. What runs on them is ordered in front of later work."""
-        return self._pool.free(indices.cpu())
+        return self._pool.free(on_cpu(indices))
 
     def available_size(self) -> int:
         """Free ids, of the pool whose ids this one takes where it has none of its own."""
@@ -82,8 +84,10 @@ class HiCachePool(StoredPages):
         """Announce the ids of a submission; the copies that follow take what this returns. Pools of a group
         that one call of the engine's announces are moved together."""
         self._check_backend(io_backend)
+        host = listed(self.pool_label, "host_indices", host_indices)
+        device = listed(self.pool_label, "device_indices", device_indices)
         caller = sys._getframe(1)
-        return self._submissions.prepare(self.pool_label, host_indices, device_indices, caller)
+        return self._submissions.prepare(self.pool_label, host, device, caller)
 
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -131,9 +135,7 @@ class HiCachePool(StoredPages):
         self.load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
 
     def _check_backend(self, io_backend: str) -> None:
-        if io_backend not in IO_BACKENDS:
-            known = " or ".join(IO_BACKENDS)
-            raise ValueError(f"{self.pool_label}: io_backend: expected {known}, got {io_backend!r}")
+        arguments.one_of(self.pool_label, "io_backend", io_backend, IO_BACKENDS)
 
 
 class KeyValuePool(HiCachePool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from poolwright.runtime import arguments
 from poolwright.runtime.pool import HostPool
 
 
@@ -21,6 +22,8 @@ class Layers:
 
     def layer(self, number: int) -> int | None:
         """The pool's layer id of this number; None where the pool lacks it. Raises ValueError."""
+        if type(number) is not int:
+            number = arguments.integer(self.pool, "layer_id", number)
         found = self.ids.get(number)
         if found is None and self.count and not self.some:
             raise ValueError(
@@ -37,7 +40,11 @@ def numbered(pool: HostPool, given: Mapping[int, int] | None, drafts: int) -> La
         raise ValueError(f"{pool.name}: draft_layers: expected 0 to {count}, got {drafts!r}")
     if given is None:
         return Layers(pool.name, dict(enumerate(pool.layers)), count, drafts, some=False)
-    unknown = sorted(set(given.values()) - set(pool.layers))
+    if not isinstance(given, Mapping):
+        raise arguments.refusal(pool.name, "layers", "the pool's layer ids by the engine's numbers", given)
+    numbers = arguments.layer_ids(pool.name, "layers", given)
+    ids = arguments.layer_ids(pool.name, "layers", given.values())
+    unknown = sorted(set(ids) - set(pool.layers))
     if unknown:
         raise ValueError(f"{pool.name}: layers: expected ids of {list(pool.layers)}, got {unknown}")
-    return Layers(pool.name, dict(given), count, drafts, some=True)
+    return Layers(pool.name, dict(zip(numbers, ids, strict=True)), count, drafts, some=True)

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.integrations.sglang.objects import PagePart, keyed_twice, page_parts
 from poolwright.runtime.pages import Index
 from poolwright.runtime.pool import HostPool
@@ -63,7 +64,7 @@ class StoredPages:
 
     def get_page_buffer_meta(self, indices: torch.Tensor | Iterable[int]) -> tuple[list[int], list[int]]:
         """Host addresses and bytes of the ranges of whole pages of ids, page by page."""
-        addresses, sizes = self._pool.get_page_buffer_meta(_on_cpu(indices))
+        addresses, sizes = self._pool.get_page_buffer_meta(on_cpu(indices))
         if len(self._parts) == len(self._pool.page_object_names):
             return addresses, sizes
         starts = [part.start - self._parts[0].start for part in self._parts]
@@ -76,7 +77,7 @@ class StoredPages:
         self, indices: torch.Tensor | Iterable[int], split_factor: int
     ) -> tuple[list[int], list[int]]:
         """As `get_page_buffer_meta`, each page in `split_factor` parts of as many heads."""
-        return self._pool.get_split_heads_page_buffer_meta(_on_cpu(indices), split_factor)
+        return self._pool.get_split_heads_page_buffer_meta(on_cpu(indices), split_factor)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """The memory to register: the one host buffer, or nothing."""
@@ -85,7 +86,7 @@ class StoredPages:
     def get_data_page(self, index: Index, flat: bool = True) -> torch.Tensor:
         """The bytes of a page: a copy ``[page_bytes]``; not `flat`: a view ``[bytes]`` of its one range, or
         ``[ranges, bytes]`` of several of one size. Raises ValueError where they differ."""
-        if flat or not self._parts:
+        if arguments.flag(self.pool_label, "get_data_page: flat", flat) or not self._parts:
             return self._pool.get_data_page(index)
         views = self._pool.get_data_page(index, flat=False)
         first, parts = views[0], self._parts
@@ -106,7 +107,9 @@ class StoredPages:
 
     def set_from_flat_data_page(self, index: Index, data_page: torch.Tensor) -> None:
         """Fill a page from the bytes of a flat one, of whatever dtype and shape."""
-        self._pool.set_from_flat_data_page(index, data_page.contiguous().view(-1).view(torch.uint8))
+        if isinstance(data_page, torch.Tensor) and data_page.is_cpu and data_page.layout is torch.strided:
+            data_page = data_page.contiguous().view(-1).view(torch.uint8)
+        self._pool.set_from_flat_data_page(index, data_page)
 
     def _buffer(self, part: PagePart) -> torch.Tensor:
         """One range of every page: uint8 ``[pages, bytes]``, a view."""
@@ -115,5 +118,6 @@ class StoredPages:
         return whole.as_strided(shape, steps, whole.storage_offset() + part.start)
 
 
-def _on_cpu(indices: torch.Tensor | Iterable[int]) -> torch.Tensor | Iterable[int]:
-    return indices.cpu() if isinstance(indices, torch.Tensor) else indices
+def on_cpu(indices: Any) -> Any:
+    """Ids that lie on a device, read back; anything else as it is, for the pool to take or refuse."""
+    return indices.cpu() if isinstance(indices, torch.Tensor) and not indices.is_meta else indices
