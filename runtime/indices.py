@@ -290,25 +290,28 @@ def _device_batch(
             f"{limits.pool}: host ids: with device ids on {device.device}, the tokens of each host page must "
             f"stand together and in order; order them so, or keep both lists on the CPU"
         )
-    if not limits.tokens and per_page > 1:
-        raise ValueError(
-            f"{limits.pool}: device ids: a component of this pool has no token axis; hand over page ids "
-            f"(unit='page') or keep them on the CPU"
-        )
     if runs < 0:
         raise _refused(limits, host, host, runs, "token" if per_page > 1 else "page")
-    named = "tokens" if per_page > 1 else "pages"
+    named = "tokens" if per_page > 1 and limits.tokens else "pages"
     if level != "full":
-        there = device if per_page > 1 else _words(device)
-        return Batch(named, ids, count, runs, on_device=there)
+        return Batch(named, ids, count, runs, on_device=_numbers(limits, device, per_page))
     clean, skipped = _cleaned(limits, device, per_page)
     pages = ids
 
     def bad() -> Sequence[int]:
         return [page for page, skip in zip(pages, skipped.tolist(), strict=True) if skip]
 
-    there = clean if per_page > 1 else _words(clean)
-    return Batch(named, ids, count, runs, on_device=there, bad=bad)
+    return Batch(named, ids, count, runs, on_device=_numbers(limits, clean, per_page), bad=bad)
+
+
+def _numbers(limits: Limits, ids: torch.Tensor, per_page: int) -> torch.Tensor:
+    """Ids on the device as kernels read them: tokens as they are; the pages of whole ones where a component
+    of the pool has no token axis."""
+    if per_page == 1:
+        return _words(ids)
+    if limits.tokens:
+        return ids
+    return _words(ids[::per_page].div(per_page, rounding_mode="floor"))
 
 
 def _words(ids: torch.Tensor) -> torch.Tensor:

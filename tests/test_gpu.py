@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from poolwright.generated import (
+    DSAIndexerPoolHost,
     KdaStatePoolHost,
     KimiLinearHostPoolGroup,
     MHATokenToKVPoolHost,
@@ -211,6 +212,35 @@ def test_page_ids_on_the_device(pool: HostPool, path: str) -> None:
     old = [row.clone() for row in rows]
     pool.write_back(torch.arange(9), pages.cuda(), unit="page", path=path).wait()
     assert same(restore(pool, torch.arange(9), pages), old, tokens(pages))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_token_ids_on_the_device_of_rows_that_are_pages(path: str, level: str) -> None:
+    """An engine that keeps token ids on the device hands them to every pool of a group."""
+    made = DSAIndexerPoolHost(
+        index_head_dim=128,
+        layers=range(L),
+        page_size=P,
+        layout="page_first",
+        capacity_pages=PAGES,
+        device="cuda:0",
+    )
+    rows = [torch.randint(0, 255, (PAGES, P * 132), dtype=torch.uint8, device="cuda") for _ in range(L)]
+    old = [row.clone() for row in rows]
+    made.bind({"row": rows})
+    pages = torch.randperm(PAGES)[:9]
+    ids = tokens(pages).cuda()
+    if level == "full" and path == "staged":
+        path = "zero_copy"  # pages that are checked on the device
+    made.write_back(tokens(torch.arange(9)), ids, path=path, validate=level).wait()
+    for row in rows:
+        row.zero_()
+    made.load(tokens(torch.arange(9)), ids, path=path, validate=level).wait()
+    assert all(
+        torch.equal(row[pages.cuda()], kept[pages.cuda()]) for row, kept in zip(rows, old, strict=True)
+    )
+    made.destroy()
 
 
 @pytest.mark.parametrize("path", ("zero_copy", "torch"))

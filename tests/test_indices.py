@@ -126,3 +126,17 @@ def test_page_ids_on_the_device_become_32_bits_or_skipped(stride: int) -> None:
     found = indices._words(as_tensor(ids, True, stride, 1))
     assert found.dtype == torch.int32 and found.is_contiguous()
     assert found.tolist() == [0, 5, (1 << 31) - 1, *[-1] * 6]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_token_ids_on_the_device_name_pages_where_rows_are_pages(wide: bool, stride: int) -> None:
+    pages = [5, 0, 7]
+    ids = as_tensor([page * 4 + step for page in pages for step in range(4)], wide, stride, 1)
+    rows_are_pages = Limits("indexer", 4, HOST_PAGES, DEVICE_PAGES, tokens=False)
+    assert indices._numbers(rows_are_pages, ids, 4).tolist() == pages
+    assert indices._numbers(rows_are_pages, torch.full((4,), -1), 4).tolist() == [-1], (
+        "a wrong one is skipped"
+    )
+    rows_are_tokens = Limits("mla", 4, HOST_PAGES, DEVICE_PAGES)
+    assert indices._numbers(rows_are_tokens, ids, 4) is ids, "read in place"
