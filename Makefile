@@ -1,6 +1,9 @@
 # Needs Python 3.11 or later, make and a C++ compiler; everything else goes into .venv.
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Tests run side by side, one process a core, at most eight; WORKERS=0 for one after another in this process.
+WORKERS ?= auto
+SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses=8 --dist loadgroup
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -34,10 +37,10 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codegen build --check
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "slow and not gpu" $(PYTEST_ARGS)
 
 # A Mooncake master and one node on 127.0.0.1, for trying out storage: ready, or an error, when this returns.
 mooncake-up: $(STAMP)
