@@ -14,6 +14,7 @@ PW_BODY void move_temporal_pages(const View& view, const pw::PageIds& ids, const
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -24,8 +25,12 @@ PW_BODY void move_temporal_pages(const View& view, const pw::PageIds& ids, const
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_temporal_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -43,6 +48,7 @@ PW_BODY void move_conv_0_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -53,8 +59,12 @@ PW_BODY void move_conv_0_pages(const View& view, const pw::PageIds& ids, const u
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_0_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -72,6 +82,7 @@ PW_BODY void move_conv_1_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -82,8 +93,12 @@ PW_BODY void move_conv_1_pages(const View& view, const pw::PageIds& ids, const u
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_1_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -101,6 +116,7 @@ PW_BODY void move_conv_2_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -111,8 +127,12 @@ PW_BODY void move_conv_2_pages(const View& view, const pw::PageIds& ids, const u
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_2_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -130,6 +150,7 @@ PW_BODY void move_side_0_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -140,8 +161,12 @@ PW_BODY void move_side_0_pages(const View& view, const pw::PageIds& ids, const u
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_side_0_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -159,6 +184,7 @@ PW_BODY void move_side_1_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -169,8 +195,12 @@ PW_BODY void move_side_1_pages(const View& view, const pw::PageIds& ids, const u
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_side_1_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -188,6 +218,7 @@ PW_BODY u32 move_temporal_layer_pages(const View& view, const pw::PageIds& ids, 
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -200,8 +231,12 @@ PW_BODY u32 move_temporal_layer_pages(const View& view, const pw::PageIds& ids, 
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_temporal_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -220,6 +255,7 @@ PW_BODY u32 move_conv_0_layer_pages(const View& view, const pw::PageIds& ids, co
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -232,8 +268,12 @@ PW_BODY u32 move_conv_0_layer_pages(const View& view, const pw::PageIds& ids, co
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_0_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -252,6 +292,7 @@ PW_BODY u32 move_conv_1_layer_pages(const View& view, const pw::PageIds& ids, co
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -264,8 +305,12 @@ PW_BODY u32 move_conv_1_layer_pages(const View& view, const pw::PageIds& ids, co
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_1_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -284,6 +329,7 @@ PW_BODY u32 move_conv_2_layer_pages(const View& view, const pw::PageIds& ids, co
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -296,8 +342,12 @@ PW_BODY u32 move_conv_2_layer_pages(const View& view, const pw::PageIds& ids, co
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_conv_2_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {

@@ -14,6 +14,7 @@ PW_BODY void move_k_pages(const View& view, const pw::PageIds& ids, const u32 co
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -24,8 +25,12 @@ PW_BODY void move_k_pages(const View& view, const pw::PageIds& ids, const u32 co
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_k_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -43,6 +48,7 @@ PW_BODY void move_v_pages(const View& view, const pw::PageIds& ids, const u32 co
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -53,8 +59,12 @@ PW_BODY void move_v_pages(const View& view, const pw::PageIds& ids, const u32 co
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_v_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -72,6 +82,7 @@ PW_BODY void move_k_scale_pages(const View& view, const pw::PageIds& ids, const 
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -82,8 +93,12 @@ PW_BODY void move_k_scale_pages(const View& view, const pw::PageIds& ids, const 
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_k_scale_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -101,6 +116,7 @@ PW_BODY void move_v_scale_pages(const View& view, const pw::PageIds& ids, const 
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -111,8 +127,12 @@ PW_BODY void move_v_scale_pages(const View& view, const pw::PageIds& ids, const 
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_v_scale_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -130,6 +150,7 @@ PW_BODY u32 move_k_layer_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -142,8 +163,12 @@ PW_BODY u32 move_k_layer_pages(const View& view, const pw::PageIds& ids, const u
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_k_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -162,6 +187,7 @@ PW_BODY u32 move_v_layer_pages(const View& view, const pw::PageIds& ids, const u
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -174,8 +200,12 @@ PW_BODY u32 move_v_layer_pages(const View& view, const pw::PageIds& ids, const u
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_v_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -194,6 +224,7 @@ PW_BODY u32 move_k_scale_layer_pages(const View& view, const pw::PageIds& ids, c
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -206,8 +237,12 @@ PW_BODY u32 move_k_scale_layer_pages(const View& view, const pw::PageIds& ids, c
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_k_scale_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -226,6 +261,7 @@ PW_BODY u32 move_v_scale_layer_pages(const View& view, const pw::PageIds& ids, c
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -238,8 +274,12 @@ PW_BODY u32 move_v_scale_layer_pages(const View& view, const pw::PageIds& ids, c
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_v_scale_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {

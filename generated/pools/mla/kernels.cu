@@ -14,6 +14,7 @@ PW_BODY void move_kv_pages(const View& view, const pw::PageIds& ids, const u32 c
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -24,8 +25,12 @@ PW_BODY void move_kv_pages(const View& view, const pw::PageIds& ids, const u32 c
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_pages(view, ids.host(id), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -43,6 +48,7 @@ PW_BODY void move_kv_tokens(const View& view, const pw::TokenIds& ids, const u32
   const u32 total = count * runs * vectors;
   for (u32 first = pw::lane(); first < total; first += pw::lanes() * pw::in_flight) {
     Vector held[pw::in_flight];
+    const char* from[pw::in_flight];
     char* to[pw::in_flight];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -53,8 +59,12 @@ PW_BODY void move_kv_tokens(const View& view, const pw::TokenIds& ids, const u32
       if (ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_tokens(view, ids.host(id, u32(page_size)), ids.device(id), at / pw::divisor(vectors) % pw::divisor(runs));
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight; ++n) {
@@ -72,6 +82,7 @@ PW_BODY u32 move_kv_layer_pages(const View& view, const pw::PageIds& ids, const 
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -84,8 +95,12 @@ PW_BODY u32 move_kv_layer_pages(const View& view, const pw::PageIds& ids, const 
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_layer_pages(view, ids.host(id), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -104,6 +119,7 @@ PW_BODY u32 move_kv_layer_tokens(const View& view, const pw::TokenIds& ids, cons
   const u32 total = steps.count * count * runs * vectors;
   for (u32 first = lane; first < total; first += pw::lanes() * pw::in_flight_by_layer) {
     Vector held[pw::in_flight_by_layer];
+    const char* from[pw::in_flight_by_layer];
     char* to[pw::in_flight_by_layer];
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
@@ -116,8 +132,12 @@ PW_BODY u32 move_kv_layer_tokens(const View& view, const pw::TokenIds& ids, cons
       if (layer == pw::skipped || ids.device(id) == pw::skipped) continue;
       const Run run = run_kv_layer_tokens(view, ids.host(id, u32(page_size)), ids.device(id), layer, turn.run);
       const u32 offset = at % pw::divisor(vectors) * u32(sizeof(Vector));
-      held[n] = pw::fetch<Vector>(Way::from(run) + offset);
+      from[n] = Way::from(run) + offset;
       to[n] = Way::to(run) + offset;
+    }
+    PW_UNROLL
+    for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
+      if (to[n] != nullptr) held[n] = pw::fetch<Vector>(from[n]);
     }
     PW_UNROLL
     for (u32 n = 0; n < pw::in_flight_by_layer; ++n) {
