@@ -37,7 +37,7 @@ def chunks_of(cell: dict[str, Any], chunks: int, least: int, slot_bytes: int) ->
     """Chunks of a staged cell: about so many of at least `least` bytes, of whole pages that fit a slot."""
     pages, page = cell["pages"], cell["total"] // cell["pages"]
     chunks = max(1, min(chunks, pages * page // max(least, 1)))
-    return sum(map(len, fill_sizes(pages, chunks, slot_bytes // page, cell["direction"])))
+    return sum(map(len, fill_sizes(pages, chunks, max(1, slot_bytes // page), cell["direction"])))
 
 
 def main() -> int:
