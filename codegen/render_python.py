@@ -417,6 +417,7 @@ RUNTIME = [
     'device: str | torch.device = "cpu",',
     "require: str | None = None,",
     "hugepages: bool | None = None,",
+    'register: str = "now",',
 ]
 
 

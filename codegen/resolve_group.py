@@ -16,8 +16,8 @@ from poolwright.codegen.scope import Scope
 _WORDS = frozenset(
     # what a group's constructor takes and its class has beside its pools
     "sizes members device layout page_size capacity_bytes capacity_pages budget staging_bytes capture_bytes "
-    "require hugepages pools spec alloc free available_size clear bind rebind write_back load path_report "
-    "destroy required_bytes "
+    "require hugepages pools spec alloc free available_size clear bind rebind write_back load "
+    "path_report registered wait_registered destroy required_bytes "
     # names inside its kernels
     "few steps done params grid block".split()
 )

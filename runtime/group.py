@@ -25,6 +25,7 @@ from poolwright.runtime.moves import Move
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pool import HostPool, Shared, being_built
 from poolwright.runtime.program import GroupProgram
+from poolwright.runtime.registration import MODES, promised_bytes
 from poolwright.runtime.ticket import Ticket
 
 Ids = tuple[torch.Tensor, torch.Tensor]
@@ -47,14 +48,17 @@ class HostPoolGroup:
         device: str | torch.device,
         require: str | None,
         hugepages: bool | None,
+        register: str,
         **sizes: Any,
     ) -> None:
         place = arguments.device(self.spec.name, device)
         place = torch.device("cpu") if place.type == "cpu" else place
         if hugepages is not None:
             arguments.flag(self.spec.name, "hugepages", hugepages)
+        arguments.one_of(self.spec.name, "register", register, MODES)
         planned = plan(self.spec, **sizes)
-        needed, available = sum(need.host for _, need in planned.values()), available_host_bytes()
+        needed = sum(need.host for _, need in planned.values())
+        available = max(0, available_host_bytes() - promised_bytes())
         if needed > available:
             raise OutOfMemoryBudget(f"{self.spec.name}: host memory", needed, available, "lower the capacity")
         folder = programs.folder_of(type(self))
@@ -62,7 +66,8 @@ class HostPoolGroup:
         code = Code(GroupProgram(self.spec.name, folder, self.spec.parts, sized), place, require)
         self._shared = Shared(code, self.spec.name)
         self.pools: dict[str, HostPool] = {}
-        common: dict[str, Any] = {"device": place, "require": require, "hugepages": hugepages}
+        common: dict[str, Any] = {"device": place, "require": require}
+        common |= {"hugepages": hugepages, "register": register}
         token = being_built.set(self._shared)
         try:
             for name, (given, _) in planned.items():
@@ -89,6 +94,9 @@ class HostPoolGroup:
         pool._followers = tuple(self.pools[other] for other in chain)
         pool._numbers = (pool._number, *(follower._number for follower in pool._followers))
         pool._source = members[name].index
+        # A page is handed out, and moved, where every pool that has it can be reached.
+        memory = (pool, *pool._followers)
+        pool._slots.registrations = tuple(each for of in memory for each in of._registrations)
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).spec.members and "pools" in self.__dict__:
@@ -101,14 +109,29 @@ class HostPoolGroup:
     def _required_bytes(cls, **sizes: Any) -> GroupBytes:
         return GroupBytes({name: need for name, (_, need) in plan(cls.spec, **sizes).items()})
 
+    # ---- registration
+
+    @opaque
+    def registered(self) -> bool:
+        """Whether the host memory of all pools is registered. Raises as that of a pool does."""
+        self._alive()
+        return all([pool.registered() for pool in self.pools.values()])
+
+    @opaque
+    def wait_registered(self) -> None:
+        """Block until the host memory of all pools is registered. Raises as that of a pool does."""
+        self._alive()
+        for pool in self.pools.values():
+            pool.wait_registered()
+
     # ---- slots
 
     @opaque
     def alloc(self, counts: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
         """Ids of free pages for each pool (int64, CPU), or None, with nothing taken, when any pool is full.
 
-        `counts`: ids by pool; pools that are switched off are left out. Depends on the sequence of calls
-        alone, so ranks that make the same calls get the same ids.
+        `counts`: ids by pool; pools that are switched off are left out. Once all is `registered` this depends
+        on the sequence of calls alone, so ranks that make the same calls get the same ids.
         """
         named, owner = self._named("alloc", counts), self.spec.name
         wanted = {name: arguments.integer(owner, f"alloc: {name}", count) for name, count in named.items()}

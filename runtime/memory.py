@@ -1,8 +1,9 @@
-"""Host memory of a pool. In: bytes, placement, a registrar. Out: one buffer, pinned whole or not at all."""
+"""Host memory of a pool. In: bytes, placement, a registrar. Out: one buffer, pinned now or by a thread."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import mmap
 import os
@@ -12,12 +13,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from poolwright.runtime.budget import available_host_bytes
-from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
+from poolwright.runtime.errors import OutOfMemoryBudget
+from poolwright.runtime.registration import Chunk, HostMemoryError, Registrar, Registration
 
 __all__ = ["HostBuffer", "HostMemoryError", "Registrar", "Units", "available_host_bytes"]
 
@@ -35,22 +36,6 @@ MOST_THREADS = 16
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1  # a pool may be larger than a node: binding to it would have the kernel end the process
 _POPULATE_WRITE = 23  # since Linux 5.14: pages are made without being written a second time from here
-
-
-class HostMemoryError(PoolError):
-    """Host memory could not be placed, registered or unregistered as asked; nothing is held."""
-
-
-class Registrar(Protocol):
-    """Pins host memory for a device. Both calls raise on failure."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """Pin ``address .. address + nbytes``; the address that the device uses for it."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo `register` of this address."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +56,9 @@ class HostBuffer:
 
     With a `registrar` the memory is touched by `threads` threads (0: up to 16) and registered in chunks of
     at most `chunk_bytes` that split none of `units`; without one it stays lazy unless `touch` is set. Either
-    everything is registered or an error is raised and nothing is held. Memory comes from NUMA node
-    `numa_node` while that has any; `placement` says so, or why the kernel refused.
+    everything is registered or an error is raised and nothing is held; with `background` this is so for the
+    first chunk, and a thread goes on with the others: `registration` says how far. Memory comes from NUMA
+    node `numa_node` while that has any; `placement` says so, or why the kernel refused.
 
     `borders`: addresses, as the device has them, between two chunks. A copy must not cross one.
     """
@@ -88,6 +74,8 @@ class HostBuffer:
         units: Sequence[Units] = (),
         chunk_bytes: int = 16 << 30,
         touch: bool = False,
+        background: bool = False,
+        name: str = "a host buffer",
     ) -> None:
         """Raises ValueError for impossible sizes, OutOfMemoryBudget, HostMemoryError."""
         _check_units(nbytes, units)
@@ -96,6 +84,7 @@ class HostBuffer:
         self.borders: tuple[int, ...] = ()
         self.address = 0
         self._alias = 0
+        self.registration: Registration | None = None
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
         self._release: Callable[[], object] = lambda: None
         if nbytes == 0:
@@ -107,22 +96,40 @@ class HostBuffer:
             if numa_node is not None:
                 self.placement = _prefer(self.address, nbytes, numa_node)
             _mark(self.guards)
-            if registrar is not None or touch:
-                _touch(self.address, nbytes, threads or min(os.cpu_count() or 1, MOST_THREADS))
-            chunks = [self.address + start for start in starts]
+            threads = threads or min(os.cpu_count() or 1, MOST_THREADS)
             if registrar is not None:
-                self._alias = _register(registrar, chunks, self.address + nbytes)
+                self._register(registrar, starts, units, threads, background, name)
+            elif touch:
+                _touch(self.address, nbytes, threads)
         except BaseException:
             self._tensor = None  # unmapped now, not when the traceback goes
             raise
-        if registrar is not None:
-            self.borders = tuple(self._alias + start for start in starts[1:])
-            # The tensor is held until then: memory must not go away while it is registered.
-            held = (registrar, chunks, self._tensor, os.getpid())
-            self._release = weakref.finalize(self, _unregister_here, *held)
-            # When the process ends the last one made would be the first to go, with transfers still in
-            # flight; the pool's own end waits for them and then destroys this.
-            self._release.atexit = False
+
+    def _register(
+        self,
+        registrar: Registrar,
+        starts: Sequence[int],
+        units: Sequence[Units],
+        threads: int,
+        background: bool,
+        name: str,
+    ) -> None:
+        """Register chunks that begin at `starts`, all of them or the first."""
+
+        def touch(address: int, nbytes: int, fresh: bool) -> None:
+            _touch(address, nbytes, threads, fresh)
+
+        pages = max((unit.count for unit in units), default=1)
+        bounds = itertools.pairwise([*starts, self.nbytes])
+        chunks = [Chunk(start, end - start, _first_page(start, end, units, pages)) for start, end in bounds]
+        registration = Registration(registrar, self.tensor, chunks, pages, touch)
+        registration.begin(background, name)
+        self.registration, self._alias = registration, registration.alias
+        self.borders = tuple(self._alias + start for start in starts[1:])
+        self._release = weakref.finalize(self, registration.end)
+        # When the process ends the last one made would be the first to go, with transfers still in
+        # flight; the pool's own end waits for them and then destroys this.
+        self._release.atexit = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -149,10 +156,17 @@ class HostBuffer:
         return self._alias + offset
 
     def destroy(self) -> None:
-        """Unregister, then unmap; memory that a tensor still shows goes with that tensor. Idempotent.
+        """Unregister, then unmap; memory that a tensor still shows goes with that tensor. Idempotent. A
+        thread that registers comes to the end of its chunk first.
 
         Raises HostMemoryError when a chunk could not be unregistered; all others are by then.
         """
+        if self.registration is not None:
+            self.registration.stop()
+        self.release()
+
+    def release(self) -> None:
+        """`destroy` for a finalizer: it waits for no thread. One that registers unregisters in the end."""
         # Not closed by hand: torch does not lock the mapping it reads, and would be left with a hole.
         self._tensor = None
         self._release()
@@ -185,6 +199,12 @@ def _chunk_starts(nbytes: int, chunk_bytes: int, units: Sequence[Units]) -> list
             )
         starts.append(at)
     return starts
+
+
+def _first_page(start: int, end: int, units: Sequence[Units], pages: int) -> int:
+    """The least unit of any row that has bytes in this chunk, which splits none; `pages` without any."""
+    inside = [unit for unit in units if unit.start < end and start < unit.end]
+    return min((max(start - unit.start, 0) // unit.nbytes for unit in inside), default=pages if units else 0)
 
 
 def _last_cut(limit: int, units: Sequence[Units]) -> int:
@@ -248,59 +268,19 @@ def _mbind(address: int, nbytes: int, mask: ctypes.Array[ctypes.c_ulong], bits: 
     return os.strerror(ctypes.get_errno()) if failed else ""
 
 
-def _touch(address: int, nbytes: int, threads: int) -> None:
-    """Have every page there. ctypes lets go of the interpreter lock, so threads do run side by side."""
+def _touch(address: int, nbytes: int, threads: int, fresh: bool = True) -> None:
+    """Have every page there; `fresh`: nobody has written to them. ctypes lets go of the interpreter lock, so
+    threads do run side by side."""
     part = -(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE
     with ThreadPoolExecutor(threads) as pool:
         parts = [(address + start, min(part, nbytes - start)) for start in range(0, nbytes, part)]
-        list(pool.map(_populate, *zip(*parts, strict=True)))
+        list(pool.map(_populate, *zip(*parts, strict=True), itertools.repeat(fresh)))
 
 
-def _populate(address: int, nbytes: int) -> None:
+def _populate(address: int, nbytes: int, fresh: bool) -> None:
     """Have the pages of one part there; the address may be anywhere in a page."""
     libc = ctypes.CDLL(None)
     first = address // PAGE * PAGE
     size = ctypes.c_size_t(address + nbytes - first)
-    if libc.madvise(ctypes.c_void_p(first), size, ctypes.c_int(_POPULATE_WRITE)) != 0:
-        ctypes.memset(address, 0, nbytes)  # an older kernel
-
-
-def _register(registrar: Registrar, chunks: Sequence[int], end: int) -> int:
-    """Register everything, or nothing and raise; the device's address of the first byte."""
-    address = base = chunks[0]
-    for k, start in enumerate(chunks):
-        size = (chunks[k + 1] if k + 1 < len(chunks) else end) - start
-        try:
-            alias = registrar.register(start, size)
-        except Exception as error:
-            whole = f"({size:,} of {end - address:,} bytes)"
-            why = f"registering chunk {k + 1} of {len(chunks)} {whole} failed: {error}"
-            _unregister(registrar, chunks[:k], why)
-            raise HostMemoryError(f"{why}: raise the limit of locked memory or lower the capacity") from error
-        base = alias if k == 0 else base
-        if alias - base != start - address:
-            why = (
-                f"the device sees chunk {k + 1} of {len(chunks)} at {alias:#x}, not at"
-                f" {base + start - address:#x} behind the chunks before it, but kernels need one base"
-            )
-            _unregister(registrar, chunks[: k + 1], why)
-            raise HostMemoryError(f"{why}: raise chunk_bytes to {end - address:,} for a single chunk")
-    return base
-
-
-def _unregister_here(registrar: Registrar, chunks: Sequence[int], memory: torch.Tensor, owner: int) -> None:
-    """Unregister what this process registered; `memory` is held until then."""
-    if os.getpid() == owner:  # in a fork the registration is the parent's
-        _unregister(registrar, chunks, "destroying a host buffer")
-
-
-def _unregister(registrar: Registrar, chunks: Sequence[int], during: str) -> None:
-    """Unregister every chunk, last first. Raises HostMemoryError for those that fail, after all of them."""
-    failures = []
-    for start in reversed(chunks):
-        try:
-            registrar.unregister(start)
-        except Exception as error:
-            failures.append(f"{start:#x}: {error}")
-    if failures:
-        raise HostMemoryError(f"{during}; unregistering failed for {len(failures)} chunks: {failures[0]}")
+    if libc.madvise(ctypes.c_void_p(first), size, ctypes.c_int(_POPULATE_WRITE)) != 0 and fresh:
+        ctypes.memset(address, 0, nbytes)  # an older kernel; what is in use is left to registration

@@ -34,6 +34,7 @@ from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pages import Pages
 from poolwright.runtime.parts import SLOTS, Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.registration import MODES, Registration, promised_bytes
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import Transfers, together
@@ -83,6 +84,7 @@ class Shared:
     def end(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens."""
         self.ended = True
+        self.transfers.stop_registering()
         self._end()
 
 
@@ -138,7 +140,9 @@ class HostPool(Pages):
         device: str | torch.device,
         require: str | None,
         hugepages: bool | None,
+        register: str,
     ) -> None:
+        arguments.one_of(self.spec.name, "register", register, MODES)
         self.lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
         self.layout, self.form, self.page_size = layout, form, page_size
         self.dtypes = dict(dtypes)
@@ -169,7 +173,7 @@ class HostPool(Pages):
         # Where ranges are small, their number decides how long copies take, and neighbours are copied as one.
         self._merges = self.page_bytes < self._backend.range_count * costs.copy * costs.link_rate
         nbytes = self.host_layout(self.page_num).nbytes
-        available = available_host_bytes()
+        available = max(0, available_host_bytes() - promised_bytes())
         if nbytes > available:
             advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
             raise OutOfMemoryBudget(f"{self.spec.name}: host memory", nbytes, available, advice)
@@ -180,6 +184,8 @@ class HostPool(Pages):
             registrar=shared.code.registrar(),
             units=[Units(span.start, span.nbytes, self.page_num) for span in self._spans],
             chunk_bytes=env.number("REGISTER_CHUNK_GB") * GIB,
+            background=register == "background",
+            name=self.name,
         )
         try:
             self._init_write_back_staging_buffers()
@@ -190,6 +196,7 @@ class HostPool(Pages):
             raise
         self.kv_buffer = self._buffer.tensor
         self._slots = Slots(self.page_num, page_size, self.name)
+        self._slots.registrations = self._registrations
 
     def __repr__(self) -> str:
         pages = f"{self.page_num:,} pages of {self.page_bytes:,} bytes"
@@ -289,6 +296,41 @@ class HostPool(Pages):
 
     def _has(self, present: str | None) -> bool:
         return present is None or bool(self.sizes[present])
+
+    # ---- registration
+
+    @opaque
+    def registered(self) -> bool:
+        """Whether all host memory is registered. Before, `alloc` hands out pages that are, and no others are
+        moved.
+
+        Raises HostMemoryError when the background gave up; what is registered by then stays in use.
+        """
+        self._alive()
+        return all(each.registered() for each in self._registrations)
+
+    @opaque
+    def wait_registered(self) -> None:
+        """Block until all host memory is registered. Raises as `registered` does, and PoolError when the pool
+        is destroyed meanwhile."""
+        self._alive()
+        for each in self._registrations:
+            each.wait()
+        self._alive()
+
+    @property
+    def _registrations(self) -> tuple[Registration, ...]:
+        """That of this pool's memory; none where nothing needs to be registered."""
+        return () if self._buffer.registration is None else (self._buffer.registration,)
+
+    def _refuse_unregistered(self, batch: indices.Batch) -> None:
+        """Raises ValueError for host pages that no device can reach yet."""
+        registrations, ready = self._slots.registrations, self._slots.ready()
+        late = min((page for page in batch.host_pages if page >= ready), default=None)
+        if late is not None:
+            gave_up = next((str(each.error) for each in registrations if each.error is not None), None)
+            why = gave_up or f"the background has come to page {ready}; wait_registered() waits for all"
+            raise ValueError(f"{self.name}: host page {late} is not registered: {why}")
 
     # ---- slots
 
@@ -608,7 +650,10 @@ class HostPool(Pages):
         self._shared.alive(self.name)
         if self._limits is None:
             raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
-        return indices.batch(self._limits, host, device, unit, validate, writes_host)
+        found = indices.batch(self._limits, host, device, unit, validate, writes_host)
+        if self._slots.registrations:
+            self._refuse_unregistered(found)
+        return found
 
     def _choose(
         self, direction: str, batch: indices.Batch, path: str | None, layered: bool, qos: str | None

@@ -3,7 +3,8 @@
 Note [Order of pages]: pages that were never used come first, in ascending order; then the pages freed
 so far, sorted as one batch; then those freed meanwhile, and so on. Sorting a batch joins neighbours that
 were freed apart, so that later copies merge. The order depends on the sequence of calls alone, so ranks
-that make the same calls get the same ids.
+that make the same calls get the same ids; while memory is registered in the background it also depends on
+how many pages there are yet.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from typing import NoReturn
 
 import torch
 
+from poolwright.runtime.registration import Registration
+
 
 class Slots:
     """Allocator of `pages` pages of `page_size` token ids each; page p holds ids p * page_size and on.
 
     Thread safe. A freed page is available at once. A refused call raises ValueError and changes nothing.
     `taken`: a byte a page, not 0 where it is allocated; always the same memory. `in_use`: whether a page ever
-    was; until then ids are the caller's own.
+    was; until then ids are the caller's own. `registrations`: of all memory that has these pages, while some
+    of it is not registered; pages that lie there are not handed out.
     """
 
     def __init__(self, pages: int, page_size: int, pool: str) -> None:
@@ -34,6 +38,7 @@ class Slots:
         self.pages, self.page_size, self.pool = pages, page_size, pool
         self._lock = threading.RLock()
         self.in_use = False
+        self.registrations: tuple[Registration, ...] = ()
         self.taken = bytearray(pages)
         self._reset()
 
@@ -54,7 +59,16 @@ class Slots:
 
     def available_size(self) -> int:
         """Token ids that can be allocated."""
-        return self._available * self.page_size
+        return (self._available - (self.pages - self.ready())) * self.page_size
+
+    def ready(self) -> int:
+        """Pages from 0 on that lie in registered memory. It only grows; a page behind them was never used."""
+        if self.registrations:
+            found = min(each.ready for each in self.registrations)
+            if found < self.pages:
+                return found
+            self.registrations = ()
+        return self.pages
 
     def clear(self) -> None:
         """Free everything; ids from before are no longer allocated."""
@@ -118,7 +132,7 @@ class Slots:
         return self.in_use and not all(self.taken[page] for page in pages)
 
     def _take(self, count: int) -> list[int]:
-        fresh = min(count, self.pages - self._fresh)
+        fresh = min(count, self.ready() - self._fresh)
         taken = list(range(self._fresh, self._fresh + fresh))
         self._fresh += fresh
         while len(taken) < count:

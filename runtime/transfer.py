@@ -143,7 +143,15 @@ class Transfers:
             self.drain()
         finally:
             for member in self.members:
-                member.buffer.destroy()
+                member.buffer.release()
+
+    def stop_registering(self) -> None:
+        """Have threads that register host memory end after the chunks at hand, and wait for them."""
+        found = [m.buffer.registration for m in self.members if m.buffer.registration is not None]
+        for each in found:
+            each.ask_to_stop()
+        for each in found:
+            each.stop()
 
     # ---- layers
 

@@ -332,7 +332,7 @@ def test_sizes_of_a_group_are_refused_by_name(name: str) -> None:
     assert wrong(of_sizes(KimiLinearHostPoolGroup, others, name, *fine), None) == []
 
 
-@pytest.mark.parametrize("name", ["device", "require", "hugepages"])
+@pytest.mark.parametrize("name", ["device", "require", "hugepages", "register"])
 @pytest.mark.parametrize("kind", [MLATokenToKVPoolHost, KimiLinearHostPoolGroup])
 def test_what_a_machine_decides_is_refused_by_name(kind: Any, name: str) -> None:
     given = MLA_POOL if kind is MLATokenToKVPoolHost else HYBRID

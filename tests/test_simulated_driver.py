@@ -223,6 +223,23 @@ def test_unregistered_memory_is_not_used(driver: SimulatedDriver) -> None:
     assert driver.register(host.address, 8) == host.address
 
 
+def test_kernels_cross_registrations_side_by_side_and_copies_do_not(driver: SimulatedDriver) -> None:
+    held, memory = (ctypes.c_uint8 * 12)(), driver.allocate(8)
+    address = ctypes.addressof(held)
+    for start in (0, 4):
+        driver.register(address + start, 4)
+    driver.cpu("first contents", address + 2, 4, writes=True)
+    driver.compute(driver.caller, "kernel", lambda: None, reads=[(address + 2, 4)], writes=[(address, 8)])
+    driver.run()
+    driver.synchronize(driver.record(driver.caller))
+    driver.cpu("comparison", address, 8)
+    with pytest.raises(SimulationError, match=r"copy touches 4 bytes at .*, which belong to nothing"):
+        driver.copy([memory.address], [address + 2], [4], driver.caller, inward=True)
+    driver.compute(driver.caller, "kernel", lambda: None, reads=[(address + 2, 8)])
+    with pytest.raises(SimulationError, match=r"kernel .* which belong to nothing"):
+        driver.run()
+
+
 def test_uploads_take_the_numbers_at_once(driver: SimulatedDriver) -> None:
     memory, values = driver.allocate(8), array("I", [5, 6])
     driver.upload(memory.address, values, driver.caller)

@@ -49,7 +49,8 @@ class Controller:
     `start_writing` or `start_loading` submits what is queued, and is over for the caller when `pop_acks`
     has handed out its ack. Until then its host pages are locked: `free` refuses them, so nobody is handed
     them. Everything but the moment of an ack depends on the sequence of calls alone, so ranks that make the
-    same calls, and take as many acks, hold the same pages.
+    same calls, and take as many acks, hold the same pages. (Pools that are still registered in the background
+    have pages by and by: ranks agree on that first.)
 
     Methods may be called from any thread. Raises ValueError for wrong arguments with nothing done,
     WrongProcess after a fork.

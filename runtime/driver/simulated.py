@@ -192,7 +192,8 @@ class SimulatedDriver:
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in device memory that nobody has written."""
         count = torch.Size(shape).numel()
-        memory = self._allocate(count * dtype.itemsize)
+        with self._lock:
+            memory = self._allocate(count * dtype.itemsize)
         whole: torch.Tensor = memory.tensor
         return whole.view(dtype).reshape(tuple(shape))
 

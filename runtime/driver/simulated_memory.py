@@ -94,6 +94,16 @@ class Shadow:
             raise SimulationError(f"{who} uses memory of {block.name}, which was {block.gone}")
         return block, address - block.address
 
+    def _beginning(self, address: int, nbytes: int, who: str) -> tuple[Block, int, int]:
+        """As `find`, and where the access ends in this block. Kernels and the CPU, unlike copies, go from one
+        registration to the next that lies right behind."""
+        at = bisect_right(self._starts, address) - 1
+        block = self._blocks[at] if at >= 0 else None
+        if block is not None and block.kind == "host" and address < block.address + block.nbytes:
+            nbytes = min(nbytes, block.address + block.nbytes - address)
+        found, start = self.find(address, nbytes, who)
+        return found, start, start + nbytes
+
     def moment(self, actor: int, time: int, name: str) -> int:
         """The number of a new moment."""
         self._moments.append(Moment(actor, time, name))
@@ -106,8 +116,9 @@ class Shadow:
         if nbytes == 0:
             return
         here = self._moments[moment]
-        block, start = self.find(address, nbytes, here.name)
-        end = start + nbytes
+        block, start, end = self._beginning(address, nbytes, here.name)
+        self.read(moment, clock, address + end - start, nbytes - (end - start), written)
+        nbytes = end - start
         if written and 0 in block.written[start:end]:
             at = start + block.written[start:end].index(0)
             raise SimulationError(f"{here.name} reads byte {at} of {block.name}, which nobody has written")
@@ -125,8 +136,10 @@ class Shadow:
         if nbytes == 0:
             return
         here = self._moments[moment]
-        block, start = self.find(address, nbytes, here.name)
-        end = start + nbytes
+        block, start, end = self._beginning(address, nbytes, here.name)
+        rest = nbytes - (end - start)
+        self.write(moment, clock, address + end - start, rest, written[-rest:] if rest else b"")
+        nbytes, written = end - start, written[: end - start]
         self._check_writers(here, "overwrites", block, start, end, clock)
         for number in set(block.readers[start:end]):
             for reader in self._sets[number]:

@@ -83,7 +83,7 @@ def programs(kind: type[HostPoolGroup], given: Mapping[str, Any]) -> GroupProgra
     """What is compiled for these arguments of the constructor; without a capacity all pools are on."""
     capacity = ("capacity_pages", "capacity_bytes", "budget")
     sizes = dict(given) if set(capacity) & set(given) else {**given, "capacity_pages": pages(kind, 1)}
-    for name in ("device", "require", "hugepages"):
+    for name in ("device", "require", "hugepages", "register"):
         sizes.pop(name, None)
     need = kind.required_bytes(**sizes)  # type: ignore[attr-defined]
     found: dict[str, SizedProgram] = {name: pool.program for name, pool in need.pools.items()}

@@ -73,6 +73,7 @@ class Dsv32Fp8HostPoolGroup(HostPoolGroup):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             sizes={},
@@ -88,6 +89,7 @@ class Dsv32Fp8HostPoolGroup(HostPoolGroup):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

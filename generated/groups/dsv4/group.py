@@ -151,6 +151,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             sizes={},
@@ -166,6 +167,7 @@ class Dsv4HostPoolGroup(HostPoolGroup):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

@@ -182,6 +182,7 @@ class Dsv4PlainHostPoolGroup(HostPoolGroup):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             sizes={},
@@ -197,6 +198,7 @@ class Dsv4PlainHostPoolGroup(HostPoolGroup):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

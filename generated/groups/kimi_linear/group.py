@@ -80,6 +80,7 @@ class KimiLinearHostPoolGroup(HostPoolGroup):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             sizes={},
@@ -95,6 +96,7 @@ class KimiLinearHostPoolGroup(HostPoolGroup):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

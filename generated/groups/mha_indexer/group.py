@@ -79,6 +79,7 @@ class MhaIndexerHostPoolGroup(HostPoolGroup):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             sizes={},
@@ -94,6 +95,7 @@ class MhaIndexerHostPoolGroup(HostPoolGroup):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

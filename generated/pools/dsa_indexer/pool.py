@@ -174,6 +174,7 @@ class DSAIndexerPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"index_head_dim": index_head_dim, "block": block, "ratio": ratio},
@@ -190,6 +191,7 @@ class DSAIndexerPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

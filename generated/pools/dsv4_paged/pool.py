@@ -210,6 +210,7 @@ class DeepSeekV4PagedHostPool(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"ratio": ratio},
@@ -226,6 +227,7 @@ class DeepSeekV4PagedHostPool(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

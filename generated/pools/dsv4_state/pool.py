@@ -186,6 +186,7 @@ class DeepSeekV4StateHostPool(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"head_dim": head_dim, "overlap": overlap, "ring": ring},
@@ -202,6 +203,7 @@ class DeepSeekV4StateHostPool(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

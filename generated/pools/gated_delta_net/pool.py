@@ -277,6 +277,7 @@ class GatedDeltaNetPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"k_heads": k_heads, "v_heads": v_heads, "k_head_dim": k_head_dim, "v_head_dim": v_head_dim, "kernel": kernel},
@@ -293,6 +294,7 @@ class GatedDeltaNetPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

@@ -219,6 +219,7 @@ class MHATokenToKOnlyPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"heads": heads, "head_dim": head_dim},
@@ -235,6 +236,7 @@ class MHATokenToKOnlyPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

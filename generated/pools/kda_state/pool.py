@@ -314,6 +314,7 @@ class KdaStatePoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"heads": heads, "head_dim": head_dim, "kernel": kernel, "ngram": ngram},
@@ -330,6 +331,7 @@ class KdaStatePoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

@@ -471,6 +471,7 @@ class MambaPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"heads": heads, "head_dim": head_dim, "state_size": state_size, "conv_dim": conv_dim, "kernel": kernel, "side_size": side_size},
@@ -487,6 +488,7 @@ class MambaPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

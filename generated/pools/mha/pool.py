@@ -657,6 +657,7 @@ class MHATokenToKVPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "head_groups": head_groups},
@@ -673,6 +674,7 @@ class MHATokenToKVPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

@@ -444,6 +444,7 @@ class MHATokenToKVPoolMXFP8Host(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim},
@@ -460,6 +461,7 @@ class MHATokenToKVPoolMXFP8Host(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

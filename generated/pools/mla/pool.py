@@ -281,6 +281,7 @@ class MLATokenToKVPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim},
@@ -297,6 +298,7 @@ class MLATokenToKVPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

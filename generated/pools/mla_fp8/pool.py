@@ -252,6 +252,7 @@ class MLAFp8TokenToKVPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "block": block},
@@ -268,6 +269,7 @@ class MLAFp8TokenToKVPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

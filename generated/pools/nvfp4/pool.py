@@ -192,6 +192,7 @@ class MiniMaxM3Nvfp4MainKVPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"heads": heads, "head_dim": head_dim},
@@ -208,6 +209,7 @@ class MiniMaxM3Nvfp4MainKVPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod

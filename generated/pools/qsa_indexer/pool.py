@@ -173,6 +173,7 @@ class QSAIndexerPoolHost(HostPool):
         device: str | torch.device = "cpu",
         require: str | None = None,
         hugepages: bool | None = None,
+        register: str = "now",
     ) -> None:
         super().__init__(
             params={"head_dim": head_dim, "ratio": ratio},
@@ -189,6 +190,7 @@ class QSAIndexerPoolHost(HostPool):
             device=device,
             require=require,
             hugepages=hugepages,
+            register=register,
         )
 
     @classmethod
