@@ -10,8 +10,9 @@ from poolwright.runtime.driver import Windows
 BLOCKS = {"write_back": 4, "load": 8, "load_layers": 12, "gather": 264, "scatter": 264}
 """Blocks of a long launch: over the link no more than it needs (docs/benchmarks.md)."""
 
-SHORT_BYTES, SHORT_BLOCKS, BLOCK_BYTES = 4 << 20, 32, 64 << 10
-"""A load of so few bytes gets up to so many blocks; what one has in flight."""
+SHORT_BYTES, SHORT_BLOCKS, BLOCK_BYTES = 4 << 20, 64, 16 << 10
+"""A load of so few bytes gets up to so many blocks; what one moves at least (a quarter of what it can have in
+flight)."""
 
 WHOLE_BYTES = 512 << 10
 """A load of so few bytes is not cut: it is over before a counter would be seen."""
