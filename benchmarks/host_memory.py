@@ -3,6 +3,7 @@
 In: a CUDA device and enough memory. Out: a table on standard output, ``--json FILE`` for the figures: seconds
 until the memory is pinned and every page is there, seconds to give it back, GB/s of one plain copy each way.
 Ways are alternated; the first round is discarded, since a machine may have to find its memory first.
+``--serve``: what a pool does while another one is registered in the background.
 
 Run ``python benchmarks/host_memory.py --gib 16``; ``--help`` lists the options.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -23,6 +25,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
+
+from shapes import SHAPES, Rig
 
 from poolwright.runtime.driver.cuda import cuda_driver
 from poolwright.runtime.memory import HostBuffer, HostMemoryError
@@ -100,12 +104,74 @@ def measure(name: str, get: Callable[[], Held], side: torch.Tensor) -> Round:
     return Round(name, got, time.perf_counter() - begin, *speeds, placement)
 
 
+# ---- beside registration ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a pool does in a span of time: seconds, submissions, microseconds of one, GB/s of all."""
+
+    seconds: float
+    submissions: int
+    median: float
+    longest: float
+    rate: float
+
+    def __str__(self) -> str:
+        figures = f"{self.submissions} | {self.median:.0f} | {self.longest:.0f} | {self.rate:.1f}"
+        return f"{self.seconds:.2f} | {figures}"
+
+
+def serve(rig: Rig, host: torch.Tensor, device: torch.Tensor, until: Callable[[], bool]) -> Served:
+    """Write back, four under way, once and until it is over."""
+    begin, took, tickets = time.perf_counter(), list[float](), list[Any]()
+    while not took or not until():
+        start = time.perf_counter()
+        tickets.append(rig.pool.write_back(host, device, unit="page"))
+        took.append((time.perf_counter() - start) * 1e6)
+        if len(tickets) > 3:
+            tickets.pop(0).wait()
+    for ticket in tickets:
+        ticket.wait()
+    seconds = time.perf_counter() - begin
+    moved = len(took) * len(host) * rig.shape.page_bytes
+    return Served(seconds, len(took), statistics.median(took), max(took), moved / seconds / 1e9)
+
+
+def beside_registration(gib: float, device: str) -> None:
+    """A pool moves pages alone, then while another one of so many GiB is registered."""
+    rig = Rig(SHAPES[2], 16, device)
+    host, there = rig.lists(16, "scattered")
+    os.environ["POOLWRIGHT_REGISTER_CHUNK_GB"] = "1"
+    serve(rig, host, there, over_in(1.0))
+    print("| | seconds | submissions | median us | longest us | GB/s |\n|---|---|---|---|---|---|")
+    print(f"| alone | {serve(rig, host, there, over_in(2.0))} |", flush=True)
+    begin = time.perf_counter()
+    large = SHAPES[2].make(
+        layout="page_first", capacity_bytes=int(gib * (1 << 30)), device=device, register="background"
+    )
+    first, some = time.perf_counter() - begin, large.available_size() // large.page_size
+    print(f"| beside registration | {serve(rig, host, there, large.registered)} |", flush=True)
+    print(f"\n{some:,} of {large.page_num:,} pages after {first:.2f} s, in chunks of 1 GiB")
+    large.destroy()
+    rig.close()
+
+
+def over_in(seconds: float) -> Callable[[], bool]:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > end
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="pinned host memory, ours against torch's")
     parser.add_argument("--gib", type=float, default=16)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after one that does not")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help="transfers while another pool is registered")
     options = parser.parse_args()
+    if options.serve:
+        beside_registration(options.gib, "cuda:0")
+        return 0
     nbytes, device = int(options.gib * (1 << 30)), torch.device("cuda:0")
     side = torch.empty(min(COPY, nbytes), dtype=torch.uint8, device=device)
     tried, found = ways(nbytes, device), list[Round]()
