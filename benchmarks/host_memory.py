@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -142,7 +141,6 @@ def beside_registration(gib: float, device: str) -> None:
     """A pool moves pages alone, then while another one of so many GiB is registered."""
     rig = Rig(SHAPES[2], 16, device)
     host, there = rig.lists(16, "scattered")
-    os.environ["POOLWRIGHT_REGISTER_CHUNK_GB"] = "1"
     serve(rig, host, there, over_in(1.0))
     print("| | seconds | submissions | median us | longest us | GB/s |\n|---|---|---|---|---|---|")
     print(f"| alone | {serve(rig, host, there, over_in(2.0))} |", flush=True)
@@ -152,7 +150,7 @@ def beside_registration(gib: float, device: str) -> None:
     )
     first, some = time.perf_counter() - begin, large.available_size() // large.page_size
     print(f"| beside registration | {serve(rig, host, there, large.registered)} |", flush=True)
-    print(f"\n{some:,} of {large.page_num:,} pages after {first:.2f} s, in chunks of 1 GiB")
+    print(f"\n{some:,} of {large.page_num:,} pages after {first:.2f} s")
     large.destroy()
     rig.close()
 

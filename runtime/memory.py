@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,9 @@ PATTERN = 0xA5
 """What each of them holds."""
 
 MOST_THREADS = 16
+
+BACKGROUND_CHUNK = 64 << 20
+"""Bytes of a chunk beside which others work: the driver lets nobody in while it registers one."""
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1  # a pool may be larger than a node: binding to it would have the kernel end the process
@@ -92,7 +96,7 @@ class HostBuffer:
         self._tensor = _map(nbytes, hugepages)
         self.address = self._alias = self._tensor.data_ptr()
         try:
-            starts = _chunk_starts(nbytes, chunk_bytes, units)
+            starts = _starts(nbytes, chunk_bytes, units, background)
             if numa_node is not None:
                 self.placement = _prefer(self.address, nbytes, numa_node)
             _mark(self.guards)
@@ -183,6 +187,16 @@ def _check_units(nbytes: int, units: Sequence[Units]) -> None:
         raise ValueError(
             f"expected nbytes >= 0 and units of at least a byte in them, got {nbytes:,}, {units}"
         )
+
+
+def _starts(nbytes: int, chunk_bytes: int, units: Sequence[Units], background: bool) -> list[int]:
+    """Where chunks start; in the background they are as small as units permit."""
+    small = BACKGROUND_CHUNK
+    while background and small < chunk_bytes:
+        with suppress(ValueError):
+            return _chunk_starts(nbytes, small, units)
+        small *= 4
+    return _chunk_starts(nbytes, chunk_bytes, units)
 
 
 def _chunk_starts(nbytes: int, chunk_bytes: int, units: Sequence[Units]) -> list[int]:

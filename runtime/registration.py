@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -69,7 +70,7 @@ class Registration:
         self._stop = threading.Event()
         # An end may come from the collector, in the midst of anything that the thread does.
         self._lock = threading.RLock()
-        self._running = self._ended = False
+        self._running = self._ended = self._waited_for = False
 
     def begin(self, background: bool, name: str) -> None:
         """Register all chunks, or the first and leave the others to a thread, in which `name` is the pool's.
@@ -93,7 +94,8 @@ class Registration:
         return self._done == len(self._chunks)
 
     def wait(self) -> None:
-        """Block until the thread has ended. Raises HostMemoryError when it gave up."""
+        """Block until the thread has ended, which rests no more. Raises HostMemoryError when it gave up."""
+        self._waited_for = True
         if self._thread is not None:
             self._thread.join()
         self.registered()
@@ -140,10 +142,13 @@ class Registration:
         weakref.finalize(self, _halt, self._stop, thread)
 
     def _go_on(self, name: str) -> None:
-        """The thread: all other chunks."""
+        """The thread: all other chunks. It rests after each for as long as that took: others get in then."""
         try:
             while self._done < len(self._chunks) and not self._stop.is_set():
+                began = time.monotonic()
                 self._advance(False)
+                if not self._waited_for:
+                    self._stop.wait(time.monotonic() - began)
         except Exception as error:
             there = f"{self.ready:,} of {self.pages:,} pages are registered and stay in use"
             self.error = HostMemoryError(f"{name}: {error}; {there}")

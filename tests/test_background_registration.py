@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import logging
 import os
 import random
@@ -390,6 +391,63 @@ def test_pages_are_ready_when_all_their_bytes_are_pinned(rows: list[tuple[int, i
     assert progress.ready == pages
     buffer.destroy()
     assert not pins.live
+
+
+class Willing:
+    """Takes any memory."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        return address
+
+    def unregister(self, address: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("waited_for", [0, 2, 9])
+def test_the_thread_rests_as_long_as_a_chunk_took_until_somebody_waits(
+    waited_for: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five chunks behind the first; each takes 3 s of a clock that every look at it moves."""
+    clock = itertools.count(0, 3)
+    monkeypatch.setattr(registration.time, "monotonic", lambda: next(clock))
+    chunks = [registration.Chunk(n * PAGE, PAGE, n) for n in range(6)]
+    held = torch.empty(6 * PAGE, dtype=torch.uint8)
+    made = registration.Registration(Willing(), held, chunks, 6, lambda *_: None)
+    rests: list[float | None] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            rests.append(timeout)
+            made._waited_for = len(rests) == waited_for
+            return False
+
+    made._stop, made._waited_for = Stop(), waited_for == 0
+    made.begin(True, "it")
+    assert made._thread is not None
+    made._thread.join(LONG)
+    assert made.registered() and rests == [3] * min(waited_for, 5)
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("unit", "background", "chunk"),
+    [
+        (PAGE, True, 2 * PAGE),
+        (
+            3 * PAGE // 2,
+            True,
+            6 * PAGE,
+        ),  # pairs end on a page of memory: four times as large
+        (PAGE, False, 32 * PAGE),
+        (32 * PAGE, True, 32 * PAGE),  # never larger than asked for
+    ],
+)
+def test_chunks_beside_which_others_work_are_as_small_as_pages_permit(
+    unit: int, background: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "BACKGROUND_CHUNK", 2 * PAGE)
+    starts = memory._starts(96 * PAGE, 32 * PAGE, [Units(0, unit, 96 * PAGE // unit)], background)
+    assert {end - start for start, end in itertools.pairwise(starts)} == {chunk}
 
 
 # ---- transfers
