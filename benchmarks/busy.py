@@ -134,15 +134,18 @@ class Window:
             torch.cuda._sleep(COVER)
             start.record()
         self.front.wait_event(start)
-        marks = []
-        for stream, way, times in lanes:
+        marks: list[list[torch.cuda.Event]] = []
+        for stream, _, _ in lanes:
             stream.wait_event(start)
             with sglang_peer.on_stream(stream):
-                events = [_mark()]
-                for _ in range(times):
-                    way(stream)
-                    events.append(_mark())
-                marks.append(events)
+                marks.append([_mark()])
+        # In turns: the driver's queue is not endless, and a lane that is submitted last would begin late.
+        turns = [((turn + 1) / lane[2], at) for at, lane in enumerate(lanes) for turn in range(lane[2])]
+        for _, at in sorted(turns):
+            stream, way, _ = lanes[at]
+            with sglang_peer.on_stream(stream):
+                way(stream)
+                marks[at].append(_mark())
         torch.cuda.synchronize()
         return [Lane([start.elapsed_time(event) / 1e3 for event in events]) for events in marks]
 
