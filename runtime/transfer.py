@@ -251,9 +251,11 @@ class Transfers:
                     captured = marks = verdict = began = None
             except NotAdmitted:
                 raise
-            except PoolError as error:
+            except BaseException as error:  # whatever it is, what was submitted before it still runs
                 self._abandon(direction, moves, stream, other, keep)
-                raise failure(self.name, direction, moves, str(error)) from error
+                if isinstance(error, (PoolError, RuntimeError)):  # torch's: no memory is left for ids
+                    raise failure(self.name, direction, moves, str(error)) from error
+                raise
             read, late = event if captured is None else captured, self._staging.delayed
             ticket = Ticket(
                 driver, self.name, direction, moves, event, read, marks, order, late, verdict, began

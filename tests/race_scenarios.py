@@ -733,7 +733,7 @@ MOVES: tuple[tuple[bool, str, dict[str, object]], ...] = (
     (False, "staged", {}),
     (False, "zero_copy", {"order": "layer"}),
 )
-SUBMITTING = ("allocate", "record", "wait", "copy", "upload", "fill", "launch")
+SUBMITTING = ("allocate", "memory", "record", "wait", "copy", "upload", "fill", "launch")
 
 
 def _attempt(made: World, stores: bool, path: str, how: dict[str, object], on_device: bool) -> bool:
@@ -753,13 +753,13 @@ def _attempt(made: World, stores: bool, path: str, how: dict[str, object], on_de
 
 def failed_half_way(choose: Choose) -> None:
     """A call that fails in the middle of a submission leaves the pool usable and everything in order."""
-    for stores, path, how in MOVES:
+    for (stores, path, how), on_device in product(MOVES, (False, True)):
         for call in SUBMITTING:
             for skip in range(6):
                 made = world(MLA, choose)
                 store(made, [0, 1, 2, 3], [0, 1, 2, 3]).wait()
                 made.driver.fail(call, skip)
-                submitted = _attempt(made, stores, path, how, on_device=False)
+                submitted = _attempt(made, stores, path, how, on_device)
                 made.driver.heal()
                 if submitted:
                     break
