@@ -294,14 +294,16 @@ class Transfers:
         """Begin, move, compare: the event after all, that after which rows are captured (None: after all),
         progress by layer, what was wrong, the event before all if it is `timed`."""
         driver = self._driver
-        driver.enter(stream, other, before, self.name)
-        if self._copying is not None and direction == "write_back" and not self._copied(moves):
-            driver.wait(stream, self._copying)
-            self._copying = None
         on_device = checked = False
         for move in moves:
             on_device = on_device or move.batch.on_device is not None
             checked = checked or move.checks is not None
+        if on_device:  # whoever follows a stream that is being captured is captured with it
+            driver.admit(driver.current_stream(), self.name)
+        driver.enter(stream, other, before, self.name)
+        if self._copying is not None and direction == "write_back" and not self._copied(moves):
+            driver.wait(stream, self._copying)
+            self._copying = None
         if on_device:  # ids may come from another stream than the rows
             driver.follow(stream, driver.current_stream())
         began = driver.record(stream, timed=True) if timed else None

@@ -450,6 +450,22 @@ def capturing(choose: Choose) -> None:
     finish(made, store(made, [0], [1]))
 
 
+def capturing_beside(choose: Choose) -> None:
+    """Rows of another stream may move meanwhile, unless the captured one has the ids."""
+    made = world(MLA, choose)
+    other = made.driver.new_stream("other")
+    made.driver.capturing.add(made.driver.caller)
+    for path in ("zero_copy", "staged"):
+        ids = made.device_ids([2, 3, 4, 5], other)
+        before = made.driver._number
+        with pytest.raises(PoolError, match="mla cannot be captured"):
+            made.pool.load(torch.arange(4), ids, path=path, readers=other)
+        with pytest.raises(PoolError, match="mla cannot be captured"):
+            made.pool.write_back(torch.arange(4), ids, path=path, producer=other)
+        assert made.driver._number == before
+    finish(made, store(made, [0], [1], producer=other))
+
+
 # ---- states that change in place
 
 
@@ -940,7 +956,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     *(late_layer_wait, bound_at_once),
     *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
     *(store_then_load, two_stores, nothing_stored, ring_reuse, many_in_flight, free_in_flight, cleared),
-    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, failed_for_good),
+    *(capturing, capturing_beside),
     *(state_captured, state_in_parts, loads_in_layers, layers_staged),
     *(ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_in_parts, group_layers_staged, group_layers, group_and_pool, group_dropped),
