@@ -14,7 +14,7 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -138,12 +138,12 @@ class Transfers:
                 raise
 
     def close(self) -> None:
-        """Give the host memory of all members back, after everything in flight."""
-        try:
+        """Give the host memory of all members back, after everything in flight. Raises PoolError when
+        something failed, after all."""
+        with ExitStack() as ends:  # each is called, whatever another raises
+            for member in reversed(self.members):
+                ends.callback(member.buffer.release)
             self.drain()
-        finally:
-            for member in self.members:
-                member.buffer.release()
 
     def stop_registering(self) -> None:
         """Have threads that register host memory end after the chunks at hand, and wait for them."""
