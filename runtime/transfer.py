@@ -77,6 +77,8 @@ class Transfers:
         """Use these tensors of these members, and code compiled for them, from now on."""
         with self._lock, self._driver.guard():
             stream = self._writes
+            # Memory of the pool's, staging memory too, may still be in use by whatever had it before.
+            self._driver.follow(stream, self._driver.current_stream())
             for number, binding in bindings.items():
                 member = self.members[number]
                 member.binding = binding
@@ -308,14 +310,15 @@ class Transfers:
             driver.follow(stream, driver.current_stream())
         began = driver.record(stream, timed=True) if timed else None
         told = not (checked or timed)  # nothing comes behind the last launch but its event
-        captured, marks, end, event = self._run(direction, moves, stream, order, keep, told)
         verdict = None
-        if checked:
-            captured = marks = None  # see Note [Comparing in order]
-            if end != stream:
-                driver.follow(stream, end)
-                end = stream
-            verdict = self._compare(direction, moves, stream, order, keep)
+        with driver.owning(stream, other):
+            captured, marks, end, event = self._run(direction, moves, stream, order, keep, told)
+            if checked:
+                captured = marks = None  # see Note [Comparing in order]
+                if end != stream:
+                    driver.follow(stream, end)
+                    end = stream
+                verdict = self._compare(direction, moves, stream, order, keep)
         if event is None:
             event = driver.record(end, timed=timed)
         if end != stream:

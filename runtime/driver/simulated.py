@@ -15,7 +15,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -278,6 +278,9 @@ class SimulatedDriver:
         self.shadow.add(block)
         weakref.finalize(bytes_, _freed, block).atexit = False
         return Memory(address, nbytes, torch.frombuffer(bytes_, dtype=torch.uint8)[:nbytes])
+
+    def owning(self, stream: SimulatedStream, other: SimulatedStream) -> AbstractContextManager[object]:
+        return nullcontext() if other is self.current_stream() else self.use_stream(stream)
 
     def register(self, address: int, nbytes: int) -> int:
         with self._call("register", guarded=False):
