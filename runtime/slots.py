@@ -63,8 +63,9 @@ class Slots:
 
     def ready(self) -> int:
         """Pages from 0 on that lie in registered memory. It only grows; a page behind them was never used."""
-        if self.registrations:
-            found = min(each.ready for each in self.registrations)
+        registrations = self.registrations  # read once: any thread may find that all is registered
+        if registrations:
+            found = min(each.ready for each in registrations)
             if found < self.pages:
                 return found
             self.registrations = ()

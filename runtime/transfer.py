@@ -14,7 +14,7 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,8 @@ class Transfers:
         """Use these tensors of these members, and code compiled for them, from now on."""
         with self._lock, self._driver.guard():
             stream = self._writes
+            # Memory of the pool's, staging memory too, may still be in use by whatever had it before.
+            self._driver.follow(stream, self._driver.current_stream())
             for number, binding in bindings.items():
                 member = self.members[number]
                 member.binding = binding
@@ -138,12 +140,12 @@ class Transfers:
                 raise
 
     def close(self) -> None:
-        """Give the host memory of all members back, after everything in flight."""
-        try:
+        """Give the host memory of all members back, after everything in flight. Raises PoolError when
+        something failed, after all."""
+        with ExitStack() as ends:  # each is called, whatever another raises
+            for member in reversed(self.members):
+                ends.callback(member.buffer.release)
             self.drain()
-        finally:
-            for member in self.members:
-                member.buffer.release()
 
     def stop_registering(self) -> None:
         """Have threads that register host memory end after the chunks at hand, and wait for them."""
@@ -251,9 +253,11 @@ class Transfers:
                     captured = marks = verdict = began = None
             except NotAdmitted:
                 raise
-            except PoolError as error:
+            except BaseException as error:  # whatever it is, what was submitted before it still runs
                 self._abandon(direction, moves, stream, other, keep)
-                raise failure(self.name, direction, moves, str(error)) from error
+                if isinstance(error, (PoolError, RuntimeError)):  # torch's: no memory is left for ids
+                    raise failure(self.name, direction, moves, str(error)) from error
+                raise
             read, late = event if captured is None else captured, self._staging.delayed
             ticket = Ticket(
                 driver, self.name, direction, moves, event, read, marks, order, late, verdict, began
@@ -292,26 +296,29 @@ class Transfers:
         """Begin, move, compare: the event after all, that after which rows are captured (None: after all),
         progress by layer, what was wrong, the event before all if it is `timed`."""
         driver = self._driver
-        driver.enter(stream, other, before, self.name)
-        if self._copying is not None and direction == "write_back" and not self._copied(moves):
-            driver.wait(stream, self._copying)
-            self._copying = None
         on_device = checked = False
         for move in moves:
             on_device = on_device or move.batch.on_device is not None
             checked = checked or move.checks is not None
+        if on_device:  # whoever follows a stream that is being captured is captured with it
+            driver.admit(driver.current_stream(), self.name)
+        driver.enter(stream, other, before, self.name)
+        if self._copying is not None and direction == "write_back" and not self._copied(moves):
+            driver.wait(stream, self._copying)
+            self._copying = None
         if on_device:  # ids may come from another stream than the rows
             driver.follow(stream, driver.current_stream())
         began = driver.record(stream, timed=True) if timed else None
         told = not (checked or timed)  # nothing comes behind the last launch but its event
-        captured, marks, end, event = self._run(direction, moves, stream, order, keep, told)
         verdict = None
-        if checked:
-            captured = marks = None  # see Note [Comparing in order]
-            if end != stream:
-                driver.follow(stream, end)
-                end = stream
-            verdict = self._compare(direction, moves, stream, order, keep)
+        with driver.owning(stream, other):
+            captured, marks, end, event = self._run(direction, moves, stream, order, keep, told)
+            if checked:
+                captured = marks = None  # see Note [Comparing in order]
+                if end != stream:
+                    driver.follow(stream, end)
+                    end = stream
+                verdict = self._compare(direction, moves, stream, order, keep)
         if event is None:
             event = driver.record(end, timed=timed)
         if end != stream:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +226,34 @@ def ids_on_device(choose: Choose) -> None:
         made.loaded([0, 1, 2, 3], [8, 9, 4, 5], range(3))
     del ids
     finish(made)
+
+
+def memory_handed_out_again(choose: Choose) -> None:
+    """Torch hands memory out while work of the current stream is in it: ids, steps, tables and copies for a
+    comparison lie there, and the rows are another stream's."""
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+        *(("zero_copy", {}), ("zero_copy", {"order": "layer"})),
+        ("staged", {"validate": "full"}),
+    )
+    for path, how in kinds:
+        made = world(MLA, choose)
+        other = made.driver.new_stream("other")
+        host, device = ([0, 3, 1, 2], [5, 4, 8, 7]) if path == "zero_copy" else ([0, 1, 2, 3], [4, 5, 8, 9])
+        for stream in (other, made.driver.caller):
+            made.driver.give_back(8)
+            made.bind()
+            produce(made, 2, 4)
+            ids, check = (torch.tensor(host), torch.tensor(device)), dict(how)
+            check.pop("order", None)
+            made.driver.follow(other, made.driver.caller)
+            made.driver.give_back(8)
+            made.pool.write_back(*ids, path=path, producer=stream, **check)
+            made.stored(host, device)
+            made.driver.give_back(8)
+            made.pool.load(*ids, path=path, readers=stream, **how)
+            made.loaded(host, device, range(3))
+            made.pool.clear()
+        finish(made)
 
 
 def captured(choose: Choose) -> None:
@@ -448,6 +477,22 @@ def capturing(choose: Choose) -> None:
         made.pool.write_back(torch.tensor([0]), torch.tensor([1]), "page")
     made.driver.capturing.clear()
     finish(made, store(made, [0], [1]))
+
+
+def capturing_beside(choose: Choose) -> None:
+    """Rows of another stream may move meanwhile, unless the captured one has the ids."""
+    made = world(MLA, choose)
+    other = made.driver.new_stream("other")
+    made.driver.capturing.add(made.driver.caller)
+    for path in ("zero_copy", "staged"):
+        ids = made.device_ids([2, 3, 4, 5], other)
+        before = made.driver._number
+        with pytest.raises(PoolError, match="mla cannot be captured"):
+            made.pool.load(torch.arange(4), ids, path=path, readers=other)
+        with pytest.raises(PoolError, match="mla cannot be captured"):
+            made.pool.write_back(torch.arange(4), ids, path=path, producer=other)
+        assert made.driver._number == before
+    finish(made, store(made, [0], [1], producer=other))
 
 
 # ---- states that change in place
@@ -733,7 +778,7 @@ MOVES: tuple[tuple[bool, str, dict[str, object]], ...] = (
     (False, "staged", {}),
     (False, "zero_copy", {"order": "layer"}),
 )
-SUBMITTING = ("allocate", "record", "wait", "copy", "upload", "fill", "launch")
+SUBMITTING = ("allocate", "memory", "record", "wait", "copy", "upload", "fill", "launch")
 
 
 def _attempt(made: World, stores: bool, path: str, how: dict[str, object], on_device: bool) -> bool:
@@ -753,13 +798,13 @@ def _attempt(made: World, stores: bool, path: str, how: dict[str, object], on_de
 
 def failed_half_way(choose: Choose) -> None:
     """A call that fails in the middle of a submission leaves the pool usable and everything in order."""
-    for stores, path, how in MOVES:
+    for (stores, path, how), on_device in product(MOVES, (False, True)):
         for call in SUBMITTING:
             for skip in range(6):
                 made = world(MLA, choose)
                 store(made, [0, 1, 2, 3], [0, 1, 2, 3]).wait()
                 made.driver.fail(call, skip)
-                submitted = _attempt(made, stores, path, how, on_device=False)
+                submitted = _attempt(made, stores, path, how, on_device)
                 made.driver.heal()
                 if submitted:
                     break
@@ -938,9 +983,18 @@ def engines_names(choose: Choose) -> None:
 SCENARIOS: tuple[Scenario, ...] = (
     *(references_dropped, tensors_replaced, pool_destroyed, pool_dropped, orders_forgotten),
     *(late_layer_wait, bound_at_once),
-    *(producer, readers, ids_on_device, captured, waited_in_a_stream, waited_on_the_cpu),
+    *(
+        producer,
+        readers,
+        ids_on_device,
+        memory_handed_out_again,
+        captured,
+        waited_in_a_stream,
+        waited_on_the_cpu,
+    ),
     *(store_then_load, two_stores, nothing_stored, ring_reuse, many_in_flight, free_in_flight, cleared),
-    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, capturing, failed_for_good),
+    *(timed_from_its_start, layers_in_turn, layers_on_the_cpu, other_threads, failed_for_good),
+    *(capturing, capturing_beside),
     *(state_captured, state_in_parts, loads_in_layers, layers_staged),
     *(ids_checked_on_the_device, many_layers, counters_go_round),
     *(group_captured, group_in_parts, group_layers_staged, group_layers, group_and_pool, group_dropped),

@@ -21,7 +21,7 @@ from poolwright.generated.pools.kda_state.pool import KdaStatePoolHost
 from poolwright.generated.pools.mha.pool import MHATokenToKVPoolHost
 from poolwright.generated.pools.mla.pool import MLATokenToKVPoolHost
 from poolwright.runtime import pool as pools
-from poolwright.runtime.driver import Kernels
+from poolwright.runtime.driver import Kernels, Memory
 from poolwright.runtime.driver.simulated import SimulatedDriver, SimulatedStream, runs_of
 from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.parts import slot_align, slots_of
@@ -80,7 +80,27 @@ _libraries: dict[object, ctypes.CDLL] = {}
 
 
 class Driver(SimulatedDriver):
-    """The simulated driver; it looks for a compiled library once in a process."""
+    """The simulated driver; it looks for a compiled library once in a process.
+
+    `given_back`: memory that work of the caller's stream is still in; allocated first, for that stream.
+    """
+
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        super().__init__(choose)
+        self.given_back: list[Memory] = []
+
+    def allocate(self, nbytes: int) -> Memory:
+        found = super().allocate(nbytes)
+        if not self.given_back or self.current_stream() is not self.caller:
+            return found
+        used = self.given_back.pop()
+        return Memory(used.address, nbytes, used.tensor[:nbytes])
+
+    def give_back(self, count: int) -> None:
+        """Have so many pieces of memory that the caller's stream still writes to."""
+        self.given_back = [self.allocate(1 << 14) for _ in range(count)]
+        places = [(each.address, each.nbytes) for each in self.given_back]
+        self.compute(self.caller, "what had the memory before", lambda: None, writes=places)
 
     def kernels(
         self, source: SizedProgram | GroupProgram, align: int, build: Callable[[], ctypes.CDLL]

@@ -928,6 +928,26 @@ def test_destroy_of_a_group_ends_every_thread_after_its_chunk(driver: GatedDrive
     assert len([block for block in driver.shadow._blocks if block.kind == "host"]) == 4
 
 
+@pytest.mark.parametrize("register", ["now", "background"])
+def test_memory_that_cannot_be_unregistered_holds_no_other_pool_back(
+    driver: GatedDriver, monkeypatch: pytest.MonkeyPatch, register: str
+) -> None:
+    group = drafted(driver, register=register)
+    driver.gates.open()
+    group.wait_registered()
+    unregister, first = driver.unregister, group.target._buffer.address
+
+    def refused(address: int) -> None:
+        if address == first:
+            raise PoolError("it is stuck")
+        unregister(address)
+
+    monkeypatch.setattr(driver, "unregister", refused)
+    with pytest.raises(HostMemoryError, match=r"unregistering failed for 1 chunks: 0x[0-9a-f]+: it is stuck"):
+        group.destroy()
+    assert driver.registered() == CHUNK
+
+
 def test_a_controller_finds_pages_as_they_come(driver: GatedDriver) -> None:
     pool, gate = mla(driver), driver.gates.of("register mla")
     bind(driver, pool)

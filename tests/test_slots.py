@@ -262,6 +262,30 @@ def test_threads_never_get_the_same_page() -> None:
     assert len(held) == len(set(held)) and free_pages_left(slots) == 512 - len(held)
 
 
+def test_another_thread_may_find_that_all_is_registered() -> None:
+    """It does so behind every look at what is not."""
+
+    class Registered:
+        ready = 2
+
+    class Watched(Slots):
+        found: tuple[Registered, ...] = ()
+
+        @property
+        def registrations(self) -> tuple[Registered, ...]:  # type: ignore[override]
+            found, self.found = self.found, ()
+            return found
+
+        @registrations.setter
+        def registrations(self, found: tuple[Registered, ...]) -> None:
+            self.found = found
+
+    slots = Watched(4, 1, "p")
+    slots.registrations = (Registered(),)
+    assert slots.available_size() == 2
+    assert slots.available_size() == 4
+
+
 @pytest.mark.parametrize(("pages", "size"), [(-1, 1), (1, 0), (1, -64)])
 def test_impossible_pools_are_refused(pages: int, size: int) -> None:
     message = f"p: expected pages >= 0 and page_size >= 1, got {pages} and {size}"

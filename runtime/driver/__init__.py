@@ -98,6 +98,14 @@ class Driver(Protocol):
         """Device memory of `nbytes`, aligned to at least 256 bytes; freed with its tensor."""
         ...
 
+    def owning(self, stream: Stream, other: Stream) -> AbstractContextManager[object]:
+        """What is allocated meanwhile is for `stream`, which is behind the stream `other`.
+
+        Memory that was given back may still be in use by work of the stream that it was allocated for, and
+        is handed out again to that one alone.
+        """
+        ...
+
     def register(self, address: int, nbytes: int) -> int:
         """Pin host memory; returns the address that kernels use for it."""
         ...

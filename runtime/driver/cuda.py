@@ -179,6 +179,10 @@ class CudaDriver:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return Memory(tensor.data_ptr(), nbytes, tensor)
 
+    def owning(self, stream: Stream, other: Stream) -> AbstractContextManager[object]:
+        # Torch's allocator goes by its current stream; changing that costs more than most submissions.
+        return _NOTHING if _handle(other) == self.current_stream() else self.torch_stream(stream)
+
     def register(self, address: int, nbytes: int) -> int:
         api = self._api
         with self.guard():

@@ -61,6 +61,9 @@ class HostDriver:
         tensor = tensor[offset : offset + nbytes]
         return Memory(tensor.data_ptr() if nbytes else 0, nbytes, tensor)
 
+    def owning(self, stream: Stream, other: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def register(self, address: int, nbytes: int) -> int:
         return address
 

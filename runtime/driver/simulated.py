@@ -15,7 +15,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -156,7 +156,8 @@ class SimulatedDriver:
     # ---- what tests ask for
 
     def fail(self, call: str, skip: int = 0, forever: bool = False) -> None:
-        """Make a call of the protocol (one of `CALLS`, or ``any``) fail after `skip` that still work."""
+        """Make a call of the protocol (one of `CALLS`, or ``any``) fail after `skip` that still work;
+        ``memory``: `allocate`, as torch fails where no memory is left."""
         self._failures.setdefault(call, []).append((skip, forever))
 
     def fail_step(self, skip: int = 0) -> None:
@@ -265,6 +266,8 @@ class SimulatedDriver:
 
     def allocate(self, nbytes: int) -> Memory:
         with self._call("allocate", guarded=False):
+            if "memory" in self._failures and self._due("memory"):
+                raise torch.OutOfMemoryError("no memory is left: allocate was made to fail")
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Memory:
@@ -275,6 +278,9 @@ class SimulatedDriver:
         self.shadow.add(block)
         weakref.finalize(bytes_, _freed, block).atexit = False
         return Memory(address, nbytes, torch.frombuffer(bytes_, dtype=torch.uint8)[:nbytes])
+
+    def owning(self, stream: SimulatedStream, other: SimulatedStream) -> AbstractContextManager[object]:
+        return nullcontext() if other is self.current_stream() else self.use_stream(stream)
 
     def register(self, address: int, nbytes: int) -> int:
         with self._call("register", guarded=False):
