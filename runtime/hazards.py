@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from poolwright.runtime.driver import Driver, Event
 from poolwright.runtime.errors import PoolError
+from poolwright.runtime.indices import Batch
 from poolwright.runtime.moves import Move
+from poolwright.runtime.native import Stamps
 from poolwright.runtime.ticket import Ticket
 
 
@@ -20,17 +22,72 @@ class Submission(NamedTuple):
     moves: Sequence[Move]
     keep: object
 
-    def meets(self, moves: Sequence[Move]) -> bool:
-        """Whether both touch a page, on either side; pages that only the device knows may be any."""
-        for mine in self.moves:
-            for move in moves:
-                if mine.member == move.member:
-                    if not mine.batch.host_pages.isdisjoint(move.batch.host_pages):
-                        return True
-                    here, there = mine.batch.device_pages, move.batch.device_pages
-                    if here is None or there is None or not here.isdisjoint(there):
-                        return True
-        return False
+
+class Touched:
+    """Which of a direction's submissions touched each page of one pool last, by number.
+
+    `any`: the last one; `unknown`: the last one whose device pages only the device knows: they may be any.
+    """
+
+    __slots__ = ("_device", "_host", "any", "unknown")
+
+    def __init__(self) -> None:
+        self._host, self._device = Stamps(), Stamps()
+        self.any = self.unknown = 0
+
+    def note(self, batch: Batch, number: int) -> None:
+        """A submission with these ids has this number."""
+        self.any = number
+        self._host.give(batch.numbered_host_pages, number)
+        device = batch.numbered_device_pages
+        if device is None:
+            self.unknown = number
+        else:
+            self._device.give(device, number)
+
+    def latest(self, batch: Batch) -> int:
+        """The last submission that touched one of these pages, on either side; 0: none did."""
+        device = batch.numbered_device_pages
+        if device is None:
+            return self.any
+        return max(self.unknown, self._device.latest(device), self._host.latest(batch.numbered_host_pages))
+
+
+class Running:
+    """Submissions of one direction that may still run, in order. `passed`: so many before them do not."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Submission] = deque()
+        self.passed = 0
+        self._noted = 0
+        self._touched: dict[int, Touched] = {}
+
+    def drop(self, count: int) -> None:
+        """The first ones are over."""
+        for _ in range(count):
+            self.entries.popleft()
+        self.passed += count
+
+    def clear(self) -> None:
+        self.drop(len(self.entries))
+
+    def latest(self, moves: Sequence[Move]) -> Event | None:
+        """The event of the last one that touches a page of these moves."""
+        self._note()
+        found = 0
+        for move in moves:
+            touched = self._touched.get(move.member)
+            if touched is not None:
+                found = max(found, touched.latest(move.batch))
+        return self.entries[found - self.passed - 1].event if found > self.passed else None
+
+    def _note(self) -> None:
+        """What the entries touch, once for each, when it is first asked for: most never are."""
+        end = self.passed + len(self.entries)
+        for number in range(max(self._noted, self.passed) + 1, end + 1):
+            for move in self.entries[number - self.passed - 1].moves:
+                self._touched.setdefault(move.member, Touched()).note(move.batch, number)
+        self._noted = end
 
 
 KEPT = 8
@@ -43,12 +100,12 @@ class Hazards:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._running: dict[str, deque[Submission]] = {"write_back": deque(), "load": deque()}
+        self._running = {"write_back": Running(), "load": Running()}
         self._tickets: list[Ticket] = []
         self._swept = 32
 
     def add(self, submission: Submission, ticket: Ticket | None) -> None:
-        self._running[submission.direction].append(submission)
+        self._running[submission.direction].entries.append(submission)
         if ticket is not None:
             self._tickets.append(ticket)
 
@@ -56,9 +113,8 @@ class Hazards:
         """Drop what is over of one direction. What the pool hands out does not depend on it."""
         running = self._running[direction]
         some = KEPT or 1
-        while len(running) >= KEPT + some and self._over(running[some - 1]):
-            for _ in range(some):  # one stream: those before it are over, too
-                running.popleft()
+        while len(running.entries) >= KEPT + some and self._over(running.entries[some - 1]):
+            running.drop(some)  # one stream: those before it are over, too
         if len(self._tickets) > self._swept:  # now and then: there may be many that nobody asks for
             self._tickets = [ticket for ticket in self._tickets if not ticket.acknowledged]
             self._swept = 2 * len(self._tickets) + 32
@@ -69,12 +125,9 @@ class Hazards:
         Its stream has everything before it behind it. Those of the same direction are ordered by theirs.
         """
         running = self._running["load" if direction == "write_back" else "write_back"]
-        if running and self._over(running[-1]):
+        if running.entries and self._over(running.entries[-1]):
             running.clear()
-        for entry in reversed(running):
-            if entry.meets(moves):
-                return entry.event
-        return None
+        return running.latest(moves) if running.entries else None
 
     def _over(self, entry: Submission) -> bool:
         """Whether it has run. One that failed never has: whoever asks its ticket is told."""
@@ -97,7 +150,7 @@ class Hazards:
     def touching(self, name: str, pages: set[int]) -> tuple[list[Submission], list[Ticket]]:
         """Submissions that may still touch these pages of a pool, and write-backs of them not known to be
         done."""
-        running = [entry for entries in self._running.values() for entry in entries]
+        running = [entry for each in self._running.values() for entry in each.entries]
         tickets = [ticket for ticket in self._tickets if ticket.direction == "write_back"]
         return (
             [
@@ -115,7 +168,7 @@ class Hazards:
         """
         failed: PoolError | None = None
         for running in self._running.values():
-            for entry in running:
+            for entry in running.entries:
                 try:
                     self._driver.synchronize(entry.event)
                 except PoolError as error:

@@ -106,6 +106,20 @@ class Batch:
         return self._host_pages
 
     @property
+    def numbered_host_pages(self) -> array[int]:
+        """The host pages touched, as 32-bit numbers."""
+        if self.unit == "tokens" and self.on_device is None:
+            return array("I", self.host_pages)
+        return self.host
+
+    @property
+    def numbered_device_pages(self) -> array[int] | None:
+        """As `device_pages`, as 32-bit numbers."""
+        if self.on_device is not None:
+            return None
+        return self.device if self.unit == "pages" else array("I", self.device_pages or ())
+
+    @property
     def device_pages(self) -> set[int] | None:
         """The device pages touched; None: only the device knows."""
         if self._device_pages is None and self.on_device is None:

@@ -195,6 +195,35 @@ class Runs:
         self._kept, self.at, self.count = numbers, numbers.buffer_info()[0], len(numbers) // 5
 
 
+_STAMPED = struct.Struct("5Q")
+
+
+class Stamps:
+    """A number for each page; 0: none was given. Numbers are given in ascending order."""
+
+    __slots__ = ("_latest", "_numbers", "_stamp")
+
+    def __init__(self) -> None:
+        self._numbers = array("Q", (0,))
+        self._stamp, self._latest = (_taking(name, locked=True) for name in ("stamp", "latest"))
+
+    def give(self, pages: array[int], number: int) -> None:
+        """Give these pages (32-bit) a number."""
+        needed = self._stamp(self._words(pages, number))
+        if needed > len(self._numbers):
+            self._numbers.extend(array("Q", (0,)) * (needed - len(self._numbers)))
+            self._stamp(self._words(pages, number))
+
+    def latest(self, pages: array[int]) -> int:
+        """The largest number that one of these pages has."""
+        found: int = self._latest(self._words(pages, 0))
+        return found
+
+    def _words(self, pages: array[int], number: int) -> bytes:
+        (numbers, room), (ids, count) = self._numbers.buffer_info(), pages.buffer_info()
+        return _STAMPED.pack(numbers, room, ids, count, number)
+
+
 _LISTED = struct.Struct("10Q")
 
 

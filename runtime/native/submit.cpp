@@ -130,6 +130,41 @@ extern "C" i64 pages_of(const Question* question) {
   return runs;
 }
 
+// ---- the last submission that touched a page -------------------------------------------------------------
+
+namespace {
+
+// A number for each of `room` pages, and pages.
+struct Stamped {
+  u64* numbers;
+  u64 room;
+  const u32* ids;
+  u64 count, number;
+};
+
+}  // namespace
+
+// Sets the numbers of pages, up to `room`. Returns how many numbers there have to be for all.
+extern "C" u64 stamp(const Stamped* stamped) {
+  const auto [numbers, room, ids, count, number] = *stamped;
+  u64 needed = 0;
+  for (u64 i = 0; i < count; ++i) {
+    needed = ids[i] >= needed ? u64(ids[i]) + 1 : needed;
+    if (ids[i] < room) numbers[ids[i]] = number;
+  }
+  return needed;
+}
+
+// The largest number of these pages; 0 for those that have none.
+extern "C" u64 latest(const Stamped* stamped) {
+  const auto [numbers, room, ids, count, number] = *stamped;
+  u64 most = 0;
+  for (u64 i = 0; i < count; ++i) {
+    if (ids[i] < room && numbers[ids[i]] > most) most = numbers[ids[i]];
+  }
+  return most;
+}
+
 // ---- pages that go through staging memory ----------------------------------------------------------------
 
 namespace {
