@@ -15,6 +15,8 @@ from poolwright.codegen.names import shorten, suggest
 from poolwright.codegen.nodes import Path
 
 TABLE_AXES = ("component", "layer")
+FORM_STEP = "add it; `element` stands for all dims that are not named"
+_LAYOUT_STEP = "name the dims as the layout does, or take another layout"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Placement:
             self._check_word(word)
         self._check_once([*tables, *axes])
         self._check_page_outside_token(axes)
-        self._check_places([word.text for word in (*tables, *axes)], (*at, "order"), "order")
+        self._check_places([word.text for word in (*tables, *axes)], (*at, "order"), "order", FORM_STEP)
         return tuple(word.text for word in tables), tuple(word.text for word in axes)
 
     def layout(self, name: str, order: Sequence[str], path: Path) -> None:
@@ -78,7 +80,7 @@ class Placement:
         for dim, parts in self.splits.items():
             if dim in order and set(parts) & set(order):
                 raise self.document.error(path, f"layout {name!r} places {dim!r} whole and by its parts")
-        self._check_places(order, path, f"layout {name!r}")
+        self._check_places(order, path, f"layout {name!r}", _LAYOUT_STEP)
 
     def _words(self, texts: Sequence[str], path: Path) -> list[Word]:
         records = any(thing.kind == "record" for thing in self.things)
@@ -123,13 +125,13 @@ class Placement:
                 words[order.index("token")].path, "`token` stands left of `page`: page is outside"
             )
 
-    def _check_places(self, order: Sequence[str], path: Path, what: str) -> None:
+    def _check_places(self, order: Sequence[str], path: Path, what: str, step: str) -> None:
         for thing in self.things:
             missing = [axis for axis in thing.axes if not self._places(order, axis, thing)]
             if missing:
                 names = ", ".join(repr(axis) for axis in missing)
                 owner = f"{thing.kind} {thing.name!r}"
-                raise self.document.error(path, f"{what} has no place for {names} of {owner}")
+                raise self.document.error(path, f"{what} has no place for {names} of {owner}: {step}")
 
     def _places(self, order: Sequence[str], axis: str, thing: Thing) -> bool:
         parts = self.splits.get(axis, ())

@@ -89,8 +89,8 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 def _toml_message(message: str) -> str:
     found = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     if found is None:
-        return f"{FILE_NAME}:1:1: {message}"
-    return f"{FILE_NAME}:{found[1]}:{found[2]}: {message[: found.start()]}"
+        return f"{FILE_NAME}:1:1: not TOML: {message}"
+    return f"{FILE_NAME}:{found[1]}:{found[2]}: not TOML: {message[: found.start()]}"
 
 
 def _error(text: str, key: str, message: str) -> ProjectError:

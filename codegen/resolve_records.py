@@ -9,6 +9,7 @@ from poolwright.codegen.collect import check_list
 from poolwright.codegen.context import Context
 from poolwright.codegen.names import name_problem, shorten, suggest
 from poolwright.codegen.nodes import Path
+from poolwright.codegen.orders import FORM_STEP
 from poolwright.codegen.resolve_components import positive
 
 
@@ -108,7 +109,8 @@ def _check_inner(
         sizes = {dim.name: dim.size for dim in member.dims}
         missing = [dim for dim in sizes if dim not in order and "element" not in order]
         if missing:
-            ctx.checks.fail(path, f"inner order has no place for {missing[0]!r} of component {member.name!r}")
+            left_out = f"{missing[0]!r} of component {member.name!r}"
+            ctx.checks.fail(path, f"inner order has no place for {left_out}: {FORM_STEP}")
         for axis in left:
             if axis == "element" or sizes.get(axis) != {d.name: d.size for d in members[0].dims}.get(axis):
                 message = f"axis {axis!r} stands left of component: it must have one extent in all components"

@@ -172,6 +172,8 @@ def layer_tensors(
         rows = [given] if isinstance(given, torch.Tensor) and len(ids) == 1 else list(given)
         if len(rows) != len(ids):
             hint = "name others than the pool's in layer_ids"
+            if isinstance(given, torch.Tensor):
+                hint = "one tensor has the layers outermost; give a list where each has its own"
             raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}; {hint}")
         if len(set(ids)) != len(ids):
             raise ValueError(f"{pool}: layer_ids must differ, got {list(ids)}")

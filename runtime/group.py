@@ -249,8 +249,8 @@ class HostPoolGroup:
         `unit`, `path`: for all pools, or by pool. One launch and one batch of copies for all that take the
         same path; a pool that takes another's ids moves with it.
         """
-        self._check_call("producer", producer, unit, path, timed)
         asked = self._asked("write_back", moves)
+        self._check_call("producer", producer, unit, path, timed)
         found = self._moves("write_back", asked, unit, validate, path, qos, False)
         return self._shared.transfers.submit("write_back", found, producer, timed=timed)
 
@@ -270,10 +270,10 @@ class HostPoolGroup:
     ) -> Ticket:
         """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
         pools, each told on its own; `layers`: only these layer ids."""
+        asked = self._asked("load", moves)
         self._check_call("readers", readers, unit, path, timed)
         if layers is not None:
             layers = arguments.layer_ids(self.spec.name, "layers", layers)
-        asked = self._asked("load", moves)
         numbers = [number for pool, _, _ in asked for number in pool._numbers]
         steps = self._shared.transfers.ordered(numbers, order, layers)
         found = self._moves("load", asked, unit, validate, path, qos, steps is not None)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _counters_of_all_pools: list[Memory] = []
 """Never given back: a caller's stream may come to its wait for a layer when the pool is long gone."""
 
+ORDERS = ("layer", "bulk")
+
 ORDERS_KEPT = 512
 
 Question = Callable[[], TransferError | None]
@@ -160,7 +162,7 @@ class Transfers:
     def ordered(self, numbers: Sequence[int], order: str, layers: Iterable[int] | None) -> Order | None:
         """The steps of a load of these members in `order` ``layer``, or of only these `layers`; None: all at
         once, also where nothing has layers. Raises ValueError."""
-        if order not in ("bulk", "layer"):
+        if order not in ORDERS:
             raise ValueError(f"{self.name}: order: expected layer or bulk, got {order!r}")
         if layers is not None and not isinstance(layers, Iterable):
             raise ValueError(f"{self.name}: layers: expected layer ids such as range(3), got {layers!r}")

@@ -348,6 +348,25 @@ def test_an_object_with_slots_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pools": {"states": "mamba"}}, "pools: expected roles state, got 'states'"),
+        ({"pools": "mamba"}, "pools: expected a mapping from role to pool, got 'mamba'"),
+        ({"path": "cuda"}, "path: expected one of zero_copy, staged, host, torch, got 'cuda'"),
+        ({"spare": -1}, "spare: expected an integer of at least 0, got -1"),
+        (
+            {"spare": 2},
+            "spare: expected 0 without a group, whose pools alone have spare pages, got 2; name a group",
+        ),
+        ({"page_size": "4"}, "page_size: expected an integer, got '4'"),
+    ],
+)
+def test_arguments_that_nothing_would_follow_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^CacheMover: {message}$"):
+        CacheMover(filled(), **({"page_size": 4} | given))
+
+
+@pytest.mark.parametrize(
     ("pools", "message"),
     [
         (

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, Run
 
 from poolwright.codegen import cli
@@ -413,6 +414,20 @@ def test_explain_says_what_the_spec_means(filled: Path, capsys: pytest.CaptureFi
     )
 
 
+def test_explain_tells_ranges_with_and_without_layers_apart(
+    filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = filled / "specs" / "one.yaml"
+    side = "components:\n  steps: {element: {}, dtype: int64, per: page, layers: none}\n"
+    text = spec.read_text().replace("components:\n", side)
+    spec.write_text(re.sub("layouts: .*", "layouts: [layer_first]", text))
+    capsys.readouterr()
+    assert cli.main(["explain", "one"]) == 0
+    out = capsys.readouterr().out
+    assert "  steps: one item of int64, one row a page, no layers\n" in out
+    assert "see one range and one range for each layer\n" in out
+
+
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     assert "properties" in json.dumps(json.loads(capsys.readouterr().out))
@@ -505,7 +520,7 @@ def test_the_nearest_project_is_found(project: Path) -> None:
         ),
         ("[pool]\n", "poolwright.toml:1:1: unknown table 'pool'; everything stands in [poolwright]"),
         ("poolwright = 1\n", "poolwright.toml:1:1: poolwright: expected a table [poolwright], got 1"),
-        ("[poolwright]\nspecs = \n", "poolwright.toml:2:9: Invalid value"),
+        ("[poolwright]\nspecs = \n", "poolwright.toml:2:9: not TOML: Invalid value"),
         (
             "[poolwright]\nspecs = 3\n",
             "poolwright.toml:2:1: specs: expected a string that is not empty, got 3",
@@ -581,6 +596,32 @@ def test_tools_get_the_projects_package_and_all_their_arguments(
     assert cli.main(["verify", "one", "--json", "--set", "a=1"]) == 1
     package = ["--package", "pools_out", "--folder", str(filled / "pools_out")]
     assert seen == [(["verify", *package, "one", "--json", "--set", "a=1"], "codegen")]
+
+
+@pytest.mark.parametrize("words", [["--package", "other.pools"], ["--package=other.pools"]])
+def test_a_package_that_is_named_takes_the_place_of_the_projects(
+    words: list[str], filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(tools, "main", lambda given, prog: seen.append(given) or 0)
+        assert cli.main(["verify", *words]) == 0
+    assert seen == [["verify", *words]]
+    assert cli.main(["verify", *words]) == 1
+    assert "cannot import other.pools; run `codegen build`" in capsys.readouterr().err
+
+
+def test_verify_refuses_what_it_would_leave_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tools.main(["verify", "qwen3_next", "--layout", "page_first"]) == 1
+    assert capsys.readouterr().err == (
+        "python -m poolwright.runtime verify: qwen3_next is a group and takes no layout 'page_first'; "
+        "verify its pools: mha, gated_delta_net\n"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tools.main(["verify", "mla", "--device", "cuda"]) == 1
+    assert "--device cuda needs a CUDA device, and torch sees none: see `doctor`" in capsys.readouterr().err
 
 
 def test_verify_of_a_project_without_specs_says_so(project: Path, codegen: Run) -> None:

@@ -197,6 +197,8 @@ def test_a_start_with_nothing_queued_waits_for_nothing() -> None:
         assert not flight and flight.operations == ()
         flight.wait_layer(0, one.driver.caller)
         flight.wait_all()
+    with pytest.raises(ValueError, match="mla: order: expected layer or bulk, got 'layers'"):
+        controller.start_loading(order="layers")
 
 
 # ---- where ids lie
@@ -313,6 +315,14 @@ def test_what_is_no_list_of_ids_is_refused_by_name(wrong: Any, unit: str) -> Non
     with pytest.raises(ValueError, match=r"mla: .*expected"):
         controller.load(ids(0), wrong)
     assert one.pool.available_size() == one.pool.size
+
+
+def test_host_ids_by_pool_are_told_from_those_of_the_pool() -> None:
+    _, controller = made()
+    operation = controller.write(ids(0))
+    assert operation is not None and controller.cancel(operation)
+    with pytest.raises(ValueError, match=r"mla: free: expected a dense tensor .*; take those of one pool$"):
+        controller.free(operation.host)  # type: ignore[arg-type]
 
 
 def test_names_that_are_not_there() -> None:

@@ -341,6 +341,12 @@ def test_bind_names_what_is_wrong() -> None:
     bound(
         pool, {"kv": good[:1]}, "mla: kv: expected 2 layers, got 1; name others than the pool's in layer_ids"
     )
+    bound(
+        pool,
+        {"kv": good[0]},
+        f"mla: kv: expected 2 layers, got {len(good[0])}; one tensor has the layers outermost; "
+        "give a list where each has its own",
+    )
     bound(pool, {"kv": good}, "mla: kv: no tensor for layer 5, got layers [2, 4]", layer_ids=[2, 4])
     bound(pool, {}, "mla: no tensor for component 'kv', got none")
     bound(

@@ -27,6 +27,28 @@ def test_pages_of_every_pool_go_through_files(
         goes_through(storage, *kind)
 
 
+def test_what_is_no_storage_no_pool_and_no_list_of_pages_is_refused_by_name(tmp_path: Path) -> None:
+    named = {"model": "m", "name": "kv", "shard": "all"}
+    pool = generated.MLATokenToKVPoolHost(  # type: ignore[attr-defined]
+        kv_lora_rank=4,
+        qk_rope_head_dim=2,
+        dtype=torch.float16,
+        layers=range(2),
+        page_size=2,
+        capacity_pages=4,
+    )
+    with FileStorage(tmp_path, 1 << 20) as storage:
+        with pytest.raises(ValueError, match=r"PageStore: storage: expected a storage .*, got <MLA"):
+            PageStore(pool, storage, **named)
+        with pytest.raises(ValueError, match="PageStore: pool: expected a generated pool, got None"):
+            PageStore(storage, None, **named)  # type: ignore[arg-type]
+        store = PageStore(storage, pool, **named)
+        for call in (store.put, store.get):
+            for pages in (torch.arange(2), 1, "01"):
+                with pytest.raises(ValueError, match=r"kv: pages: expected a list of page numbers, .*tolist"):
+                    call(token_hashes(range(4), 2), pages)  # type: ignore[arg-type]
+
+
 def test_pages_come_back_to_the_device_after_the_process_lost_them(tmp_path: Path) -> None:
     """Device to host, host to storage; another pool: storage to host, host to device."""
 

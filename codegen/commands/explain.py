@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from poolwright.codegen import expr, ir
@@ -86,7 +87,7 @@ def _components(pool: ir.Pool) -> Iterator[str]:
     yield ""
     yield "Components"
     for component in pool.components:
-        shape = " x ".join(f"{dim.name} ({expr.to_text(dim.size)})" for dim in component.dims)
+        shape = " x ".join(f"{dim.name} ({expr.to_text(dim.size)})" for dim in component.dims) or "one item"
         yield f"  {component.name}: {shape} of {_storage(component.storage)}, {_rows(pool, component)}"
         if component.when is not None:
             yield f"    only when {expr.cond_to_text(component.when)}"
@@ -145,6 +146,10 @@ def _atoms(item: ir.Item) -> str:
 
 
 def _range_count(program: ir.Program) -> str:
-    left = sorted({axis.name for one in program.ranges for axis, _ in one.left})
-    kinds = "one range" if len(program.ranges) == 1 else f"{len(program.ranges)} ranges"
-    return kinds if not left else f"{kinds} for each {' x '.join(left)}"
+    """Those with the same axes outside are told together; a side state has no layers, for one."""
+    found = Counter(tuple(sorted({axis.name for axis, _ in one.left})) for one in program.ranges)
+    texts = []
+    for left, count in found.items():
+        kinds = "one range" if count == 1 else f"{count} ranges"
+        texts.append(f"{kinds} for each {' x '.join(left)}" if left else kinds)
+    return " and ".join(texts)

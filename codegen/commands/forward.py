@@ -16,7 +16,12 @@ def run(tool: str, arguments: Sequence[str]) -> int:
 
     if tool in WITHOUT_PROJECT or HELP & set(arguments):
         return main([tool, *arguments], prog="codegen")
+    return main([tool, *_package(arguments), *arguments], prog="codegen")
+
+
+def _package(arguments: Sequence[str]) -> list[str]:
+    """The project's package, unless another is named: that one is found by its own name."""
+    if any(word.split("=")[0] == "--package" for word in arguments):
+        return []
     project = find_project()
-    return main(
-        [tool, "--package", project.import_name, "--folder", str(project.output), *arguments], prog="codegen"
-    )
+    return ["--package", project.import_name, "--folder", str(project.output)]

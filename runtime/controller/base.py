@@ -25,6 +25,7 @@ from poolwright.runtime.group import HostPoolGroup
 from poolwright.runtime.indices import UNITS
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.ticket import Ticket
+from poolwright.runtime.transfer import ORDERS
 
 _T = TypeVar("_T")
 
@@ -111,6 +112,8 @@ class Controller:
 
         `order` ``layer``: first layers first, each can be waited for; ``bulk``: all at once.
         """
+        if order not in ORDERS:  # also where nothing is queued, which submits nothing
+            raise arguments.refusal(self._name, "order", "layer or bulk", order)
         wanted = None if layers is None else arguments.layer_ids(self._name, "layers", layers)
 
         def submit(moves: Mapping[str, Ids], unit: str) -> Ticket:

@@ -16,7 +16,8 @@ def listed(name: str, call: str, ids: torch.Tensor) -> torch.Tensor:
     known = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
     if not known or ids.dim() != 1 or ids.layout is not torch.strided or ids.is_meta:
         expected = "a dense tensor of ids, int32 or int64 [n]"
-        raise arguments.refusal(name, call, expected, ids, "wrap them in torch.tensor")
+        step = "take those of one pool" if isinstance(ids, Mapping) else "wrap them in torch.tensor"
+        raise arguments.refusal(name, call, expected, ids, step)
     return ids
 
 

@@ -15,6 +15,9 @@ import torch
 
 from poolwright.runtime.integrations.contents import Contents, Path, contents, spelled
 
+ROLES = ("state",)
+"""What several pools fit, so that a caller says which."""
+
 STATE_POOLS = ("mamba", "gated_delta_net", "kda_state")
 """Pools that take the states of linear attention; which one fits, the model says (default: the first)."""
 

@@ -11,11 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from poolwright.generated import group_class
+from poolwright.runtime import arguments
+from poolwright.runtime.choice import PATHS
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.integrations.books import Books
 from poolwright.runtime.integrations.fleet import Fleet, Sent, SideBySide
 from poolwright.runtime.integrations.grouped import Grouped
-from poolwright.runtime.integrations.layers import Holding
+from poolwright.runtime.integrations.layers import ROLES, Holding
 from poolwright.runtime.integrations.members import CacheLike, Member, members_of, plans, taken_apart
 from poolwright.runtime.integrations.movers import MemberMover, Placing
 
@@ -56,7 +58,14 @@ class CacheMover:
         path: str | None = None,
         spare: int = 0,
     ) -> None:
-        self._pools = dict(pools or {})
+        self._pools = _taken(pools)
+        page_size = arguments.integer("CacheMover", "page_size", page_size)
+        if path is not None:
+            arguments.one_of("CacheMover", "path", path, PATHS)
+        arguments.whole("CacheMover", "spare", spare, 0)
+        if spare and group is None:
+            known = "0 without a group, whose pools alone have spare pages"
+            raise arguments.refusal("CacheMover", "spare", known, spare, "name a group")
         self.members = members_of(taken_apart(cache, self._pools))
         planned = plans(self.members, page_size=page_size, layout=layout, form=form)
         self._fleet: Fleet
@@ -186,3 +195,15 @@ class CacheMover:
                 f"this mover was made for {self.members}, got a cache of {found}; make another mover"
             )
         return holdings
+
+
+def _taken(pools: Mapping[str, str] | None) -> dict[str, str]:
+    """`pools` by role. Raises ValueError for a role that no layer asks for."""
+    if pools is None:
+        return {}
+    if not isinstance(pools, Mapping):
+        raise arguments.refusal("CacheMover", "pools", "a mapping from role to pool", pools)
+    for role in pools:
+        if role not in ROLES:
+            raise arguments.refusal("CacheMover", "pools", f"roles {', '.join(ROLES)}", role)
+    return dict(pools)

@@ -38,6 +38,10 @@ class PageStore:
     """
 
     def __init__(self, storage: Storage, pool: PageSource, *, model: str, name: str, shard: str) -> None:
+        if not isinstance(storage, Storage):
+            raise ValueError(f"PageStore: storage: expected a storage such as FileStorage, got {storage!r}")
+        if not hasattr(pool, "page_objects"):
+            raise ValueError(f"PageStore: pool: expected a generated pool, got {pool!r}")
         self.storage, self.pool = storage, pool
         self.namespace = Namespace(model, name, pool.format_tag, tuple(pool.layers), shard)
 
@@ -47,6 +51,7 @@ class PageStore:
 
     def get(self, hashes: Sequence[str], pages: Sequence[int]) -> list[Status]:
         """Fill pages with what is stored under these hashes. Raises ValueError for a page named twice."""
+        self._check(pages)
         if len(set(pages)) != len(pages):
             raise ValueError(
                 f"{self.namespace.pool}: get: a page stands twice in the list; each holds one hash"
@@ -64,12 +69,22 @@ class PageStore:
     def _move(
         self, call: Callable[[Sequence[Item]], list[Status]], hashes: Sequence[str], pages: Sequence[int]
     ) -> list[Status]:
+        self._check(pages)
         if len(hashes) != len(pages):
             counts = f"{len(hashes)} hashes and {len(pages)} pages"
             raise ValueError(f"{self.namespace.pool}: expected a page for each hash, got {counts}")
         items = [self._item(each, page) for each, page in zip(hashes, pages, strict=True)]
         done = iter(call([item for item in items if item is not None]))
         return [Status.ERROR if item is None else next(done) for item in items]
+
+    def _check(self, pages: Sequence[int]) -> None:
+        """Raises ValueError for what is no list of page numbers, as a tensor of ids is none."""
+        if not isinstance(pages, Sequence) or isinstance(pages, str):
+            step = "give page numbers, such as (ids[::page_size] // page_size).tolist()"
+            got = type(pages).__name__
+            raise ValueError(
+                f"{self.namespace.pool}: pages: expected a list of page numbers, got {got}; {step}"
+            )
 
     def _item(self, page_hash: str, page: int) -> Item | None:
         """None: a transfer into this page failed, so it has no bytes to store."""

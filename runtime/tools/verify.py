@@ -77,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify what the arguments name; 1 when anything differs."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise package.PackageError("--device cuda needs a CUDA device, and torch sees none: see `doctor`")
     generated = package.load_package(args.package, args.folder)
     wanted = targets(generated, args.pool, args.layout, args.form, args.quick)
     say = _Progress(quiet=args.json)
@@ -116,6 +118,11 @@ def targets(
             f"{wanted} in {generated.__name__}; there are {known} (a new spec needs `codegen build`)"
         )
     if pool is not None and pool in generated.GROUPS:
+        if layout is not None or form is not None:
+            members = generated.group_class(pool).spec.members.values()
+            pools = ", ".join(dict.fromkeys(one.pool.spec.name for one in members))
+            asked = package.named(form, layout)
+            raise package.PackageError(f"{pool} is a group and takes no {asked}; verify its pools: {pools}")
         return list(_groups(generated, [pool], quick))
     found: list[Target | GroupTarget] = []
     for pool_class in (generated.pool_class(name) for name in names):
