@@ -292,9 +292,7 @@ class Transfers:
         order: Order | None,
         timed: bool,
         keep: list[object],
-    ) -> tuple[
-        Event, Event, LayerMarks | LayerEvents | None, Callable[[], TransferError | None] | None, Event
-    ]:
+    ) -> tuple[Event, Event, LayerMarks | LayerEvents | None, Question | None, Event]:
         """Begin, move, compare: the event after all, that after which rows are captured (None: after all),
         progress by layer, what was wrong, the event before all if it is `timed`."""
         driver = self._driver
