@@ -89,6 +89,9 @@ def plan(
         given[name]["capacity_pages"] = count
     weights = {name: single[name].page * count for name, count in pages.items()}
     changing = {name for name in weights if spec.members[name].pool.spec.updates == "in_place"}
+    if capture_bytes is not None and not changing:
+        step = "no pool that is on has rows that change in place: pass staging_bytes"
+        raise arguments.refusal(spec.name, "capture_bytes", "None", capture_bytes, step)
     least = {name: least_bytes(single[name].program) for name in weights}
     kept = {name: weights[name] for name in weights if capture_bytes is None or name not in changing}
     bounds = _split(spec, "staging_bytes", staging_bytes, kept, least)

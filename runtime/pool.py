@@ -720,8 +720,11 @@ def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None
     arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
     if capture_bytes is not None:
         arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
-    if capture_bytes is None or spec.updates != "in_place":
+    if capture_bytes is None:
         return staging_bytes, "staging_bytes"
+    if spec.updates != "in_place":
+        step = "rows of this pool do not change in place: pass staging_bytes"
+        raise arguments.refusal(spec.name, "capture_bytes", "None", capture_bytes, step)
     return capture_bytes, "capture_bytes"
 
 

@@ -676,12 +676,17 @@ def test_what_cannot_be_sized_is_refused(given: dict[str, Any], kind: type[Excep
         group_class.required_bytes(**{**HYBRID, **given})
 
 
-def test_a_bound_is_checked_where_no_pool_takes_it() -> None:
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (-1, "expected an integer of at least 0, got -1"),
+        (1 << 20, "expected None, got 1048576; no pool that"),
+    ],
+)
+def test_a_bound_that_no_pool_takes_is_refused(given: int, message: str) -> None:
     """No pool of this group changes in place, so none would look at capture_bytes."""
-    with pytest.raises(
-        ValueError, match="target_draft: capture_bytes: expected an integer of at least 0, got -1"
-    ):
-        drafted(capture_bytes=-1)
+    with pytest.raises(ValueError, match=f"^target_draft: capture_bytes: {message}"):
+        drafted(capture_bytes=given)
 
 
 def test_the_budget_of_the_machine_is_asked_for_all_pools_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,3 +249,12 @@ def test_staging_of_large_states_keeps_its_bound(bound: int, layout: str) -> Non
     least = "mamba: staging memory of 2 slots, one layer of a component each needs 8,388,608 bytes"
     with pytest.raises(OutOfMemoryBudget, match=f"{least}, 8,388,607 are available; raise capture_bytes"):
         generated.MambaPoolHost.required_bytes(**given, capture_bytes=(8 << 20) - 1)
+
+
+def test_a_pool_whose_rows_stay_refuses_a_bound_of_what_is_captured() -> None:
+    given: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "dtype": torch.bfloat16}
+    given |= {"layers": range(2), "page_size": 4, "capacity_pages": 3, "capture_bytes": 1 << 20}
+    message = "^mla: capture_bytes: expected None, got 1048576; .* pass staging_bytes$"
+    for build in (generated.MLATokenToKVPoolHost, generated.MLATokenToKVPoolHost.required_bytes):
+        with pytest.raises(ValueError, match=message):
+            build(**given)
