@@ -1,9 +1,9 @@
 # Needs Python 3.11 or later, make and a C++ compiler; everything else goes into .venv.
 PYTHON ?= python3
 PYTEST_ARGS ?=
-# Tests run side by side, one process a core, at most eight; WORKERS=0 for one after another in this process.
+# Files of tests run side by side, one process a core, at most eight; WORKERS=0: one after another, in this process.
 WORKERS ?= auto
-SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses=8 --dist loadgroup
+SIDE_BY_SIDE := -n $(WORKERS) --maxprocesses=8 --dist loadfile
 BIN := .venv/bin
 STAMP := .venv/.installed
 

@@ -28,6 +28,9 @@ from poolwright.codegen.ir import Program
 from poolwright.runtime.description import HostLayout, numbers
 
 BATCHES, IN_BATCH = 20, 50
+QUICK = 8
+"""Batches that every run compiles; the others are slow cases."""
+
 ALIGNS = (16, 16, 8, 1, 4, 16, 2)
 WHOLE_EVERY = 20
 
@@ -244,7 +247,7 @@ class Libraries:
         self._found: dict[int, Future[list[Compiled]]] = {}
 
     def get(self, number: int) -> list[Compiled]:
-        for one in range(number, min(number + 3, BATCHES)):
+        for one in range(number, min(number + 3, QUICK if number < QUICK else BATCHES)):
             if one not in self._found:
                 self._found[one] = self._threads.submit(self._compile, one)
         return self._found[number].result()
@@ -292,7 +295,9 @@ def check_compiled(compiled: Compiled, align: int, chance: Chance) -> None:
                 assert not wrong, f"{side} after {run.__name__} of {transfer}: {wrong}"
 
 
-@pytest.mark.parametrize("number", range(BATCHES))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n >= QUICK)) for n in range(BATCHES)]
+)
 def test_compiled_transfers_move_exactly_the_bytes_of_the_oracle(libraries: Libraries, number: int) -> None:
     align = ALIGNS[number % len(ALIGNS)]
     for at, compiled in enumerate(libraries.get(number)):

@@ -16,7 +16,7 @@ from mutants import Site
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = 2
-EVERY = 16
+EVERY = 32
 
 # What decides none of those: (file, pattern of the label, why).
 EXCLUDED = (

@@ -30,8 +30,6 @@ from poolwright.runtime.driver.host import HostDriver
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.integrations.sglang import HiCachePool, host_pool, host_pools
 
-pytestmark = pytest.mark.xdist_group("wheel")  # one process unpacks it
-
 PAGE = 4
 CHOICES = {"first": first, "last": last, "random": random.Random(7).randrange}
 

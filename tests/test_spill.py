@@ -35,7 +35,6 @@ def test_a_killed_process_leaves_every_page(
     ]
 
 
-@pytest.mark.xdist_group("servers")
 @pytest.mark.slow
 def test_so_does_it_in_mooncake(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reason = "needs poolwright[mooncake] and libibverbs1"

@@ -32,8 +32,6 @@ pytest.importorskip(
     "mooncake.store", reason="needs poolwright[mooncake] and libibverbs1", exc_type=ImportError
 )
 
-pytestmark = pytest.mark.xdist_group("servers")  # free ports are found, not kept
-
 HIT, MISS, REFUSED, ERROR = Status.HIT, Status.MISS, Status.REFUSED, Status.ERROR
 PAGE = 256 << 10
 NODE = 64 << 20
