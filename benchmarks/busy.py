@@ -3,7 +3,8 @@
 In: a CUDA device; `build/peer` for SGLang's kernels. Out: a table on standard output, ``--json FILE`` for the
 figures. The GEMM is bf16, 8192 x 8192 x 8192, back to back. Every window with transfers is paired with one
 without, right before it; ways are interleaved. Only GEMMs that ran while transfers ran are counted, and only
-transfers that ran while the GEMM did.
+transfers that ran while the GEMM did. Both directions at once have no GEMM beside them: one thread submits a
+write-back and a load in turn, as an engine's does, and the clock is that of the CPU.
 
 Run ``python benchmarks/busy.py --json busy.json``; ``--help`` lists the options.
 """
@@ -14,8 +15,10 @@ import argparse
 import json
 import statistics
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,9 @@ COVER = 40_000_000
 FAST = 48e9
 """Bytes a second that windows are sized for."""
 
+DEPTH = 4
+"""Transfers of a direction that an engine has under way."""
+
 GOAL_SPEED, GOAL_SLOWDOWN, GOAL_SUM = 50.0, 3.0, 98.0
 CELLS = (
     (0, "write_back", 64),
@@ -49,10 +55,14 @@ CELLS = (
 )
 """Eight cells: position in SHAPES, direction, pages."""
 
+BOTH = ((0, 32), (2, 64), (5, 1024), (6, 1024), (7, 1024))
+"""Cells of both directions at once: position in SHAPES, pages."""
+
 
 @dataclass(frozen=True)
 class Figure:
-    """Medians of one way in one cell; `speed` in GB/s, `slowed` in percent."""
+    """Medians of one way in one cell; `speed` in GB/s, `slowed` in percent; `cpu_us`: of submitting a
+    write-back and a load, where both directions are in use."""
 
     shape: str
     page_size: int
@@ -63,6 +73,7 @@ class Figure:
     slowed: float
     speeds: tuple[float, ...]
     slowdowns: tuple[float, ...]
+    cpu_us: float = 0.0
 
 
 ONE_BY_ONE = "staged, one by one"
@@ -149,6 +160,26 @@ class Window:
         torch.cuda.synchronize()
         return [Lane([start.elapsed_time(event) / 1e3 for event in events]) for events in marks]
 
+    def pairs(self, out: Way, inward: Way, times: int) -> tuple[float, float]:
+        """Seconds of so many of both, from the first call to the last byte, and those of the calls alone."""
+        torch.cuda.synchronize()
+        under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        begin, calls = time.perf_counter(), 0.0
+        for _ in range(times):
+            called = time.perf_counter()
+            marks = []
+            for stream, way in ((self.side, out), (self.other, inward)):
+                with sglang_peer.on_stream(stream):
+                    way(stream)
+                    marks.append(_mark())
+            calls += time.perf_counter() - called
+            under_way.append((marks[0], marks[1]))
+            if len(under_way) > DEPTH:
+                for mark in under_way.popleft():
+                    mark.synchronize()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin, calls
+
 
 def _mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
@@ -186,34 +217,33 @@ def beside(window: Window, shape: Shape, direction: str, pages: int, repeats: in
 
 
 def both_ways(window: Window, shape: Shape, pages: int, repeats: int) -> Iterator[Figure]:
-    """Write-back and load at once, of different pages; `speed` is the sum."""
+    """Write-back and load at once, of different pages, by one thread that has `DEPTH` of each under way."""
     rig = Rig(shape, 2 * pages, "cuda:0")
     host, device = rig.lists(2 * pages, "scattered")
-    out = dict(ways(rig, "write_back", host[:pages], device[:pages]))
-    inward = dict(ways(rig, "load", host[pages:], device[pages:]))
+    out = dict(ways(rig, "write_back", host[:pages], device[:pages], window.front))
+    inward = dict(ways(rig, "load", host[pages:], device[pages:], window.front))
     total = pages * shape.page_bytes
-    times = max(3, round(0.1 * FAST / total))
+    times = max(2 * DEPTH, round(0.1 * FAST / total))
     names = [name for name in out if name in inward and not name.startswith("sglang") and name != ONE_BY_ONE]
-    speeds: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(repeats + 1):
         for name in names:
-            lanes = window.run((window.side, out[name], times), (window.other, inward[name], times))
-            pair = rate(lanes[0], lanes[1], skip=0), rate(lanes[1], lanes[0], skip=0)
-            if turn and None not in pair:
-                speeds[name].append(sum(each or 0.0 for each in pair) * total / 1e9)
+            seconds, cpu = window.pairs(out[name], inward[name], times)
+            if turn:
+                found[name].append((2 * total * times / seconds / 1e9, cpu / times * 1e6))
     rig.close()
-    for name, found in speeds.items():
-        if found:
-            middle = statistics.median(found)
-            yield Figure(
-                *(shape.name, shape.page_size, pages, "both", name, middle, 0.0, tuple(found)), slowdowns=()
-            )
+    for name, each in found.items():
+        speeds, cpu_us = zip(*each, strict=True)
+        middle = statistics.median(speeds), 0.0
+        made = Figure(shape.name, shape.page_size, pages, "both", name, *middle, speeds, ())
+        yield replace(made, cpu_us=statistics.median(cpu_us))
 
 
 def show(figure: Figure) -> str:
     low, high = min(figure.speeds), max(figure.speeds)
     where = f"| {figure.shape} | {figure.page_size} | {figure.pages} | {figure.direction} | {figure.way} "
-    return f"{where}| {figure.speed:.1f} ({low:.1f} to {high:.1f}) | {figure.slowed:.1f} |"
+    last = f"{figure.cpu_us:.0f} us" if figure.direction == "both" else f"{figure.slowed:.1f}"
+    return f"{where}| {figure.speed:.1f} ({low:.1f} to {high:.1f}) | {last} |"
 
 
 def missed(figures: list[Figure]) -> Iterator[Figure]:
@@ -235,15 +265,17 @@ def main() -> int:
     options = parser.parse_args()
     window = Window()
     found: list[Figure] = []
-    print("| pool | page | pages | way | path | GB/s (least to most) | GEMM slower % |\n" + "|---" * 7 + "|")
+    print(
+        "| pool | page | pages | way | path | GB/s (least to most) | GEMM slower %, CPU time of a pair |\n"
+        + "|---" * 7
+        + "|"
+    )
     groups: list[Iterator[Figure]] = []
     for at in options.cells:
         shape, direction, pages = CELLS[at]
         groups.append(beside(window, SHAPES[shape], direction, pages, options.repeats))
     if not options.no_both:
-        groups += [
-            both_ways(window, SHAPES[at], pages, options.repeats) for at, pages in ((0, 32), (5, 1024))
-        ]
+        groups += [both_ways(window, SHAPES[at], pages, options.repeats) for at, pages in BOTH]
     for group in groups:
         for figure in group:
             found.append(figure)

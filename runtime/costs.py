@@ -30,7 +30,7 @@ class Work:
 
     `merged`: ranges that are neighbours on the host and copied as one, on average. `steps`: layers that are
     told one by one, 0: none are. `slot_bytes`: what a slot of staging memory holds. `qos`: ``background``,
-    ``urgent`` or None.
+    ``urgent`` or None. `beside`: transfers of the other direction run.
     """
 
     direction: str
@@ -43,20 +43,24 @@ class Work:
     merged: int = 1
     slot_bytes: int = 32 << 20
     qos: str | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)
 class Rates:
     """Constants of one direction: times in seconds, rates in bytes a second.
 
-    `direct_start`, `direct_rate`: kernels over the link. `staged_start`: before the first byte; `chunk`: what
-    each chunk adds; `relayout_rate`: kernels between device rows and staging memory, which overlap with
-    copies except for one chunk; `link_rate`, `copy`: the copy engine, and the least time that a copy takes.
-    `submit_direct`, `submit_chunk`, `submit_copy`: the CPU's part.
+    `direct_start`, `direct_rate`: kernels over the link; `direct_beside`: while the other direction is in use
+    (a load beside the copy engine's writes; a write-back in so few blocks that loads keep their rate).
+    `staged_start`: before the first byte; `chunk`: what each chunk adds; `relayout_rate`: kernels between
+    device rows and staging memory, which overlap with copies except for one chunk; `link_rate`, `copy`: the
+    copy engine, and the least time that a copy takes. `submit_direct`, `submit_chunk`, `submit_copy`: the
+    CPU's part.
     """
 
     direct_start: float
     direct_rate: float
+    direct_beside: float
     staged_start: float
     chunk: float
     relayout_rate: float
@@ -94,25 +98,27 @@ DEFAULTS = Costs(
     write_back=Rates(
         direct_start=4.4e-6,
         direct_rate=52.0e9,
+        direct_beside=48.0e9,
         staged_start=14.1e-6,
         chunk=2.0e-6,
         relayout_rate=1.72e12,
         link_rate=55.1e9,
         copy=0.37e-6,
-        submit_direct=100e-6,
-        submit_chunk=53e-6,
+        submit_direct=25e-6,
+        submit_chunk=35e-6,
         submit_copy=0.6e-6,
     ),
     load=Rates(
         direct_start=6.2e-6,
         direct_rate=50.8e9,
+        direct_beside=33.0e9,
         staged_start=8.0e-6,
         chunk=4.9e-6,
         relayout_rate=0.90e12,
         link_rate=55.3e9,
         copy=0.37e-6,
-        submit_direct=100e-6,
-        submit_chunk=53e-6,
+        submit_direct=25e-6,
+        submit_chunk=35e-6,
         submit_copy=0.6e-6,
     ),
     source="an H200 behind PCIe Gen5 x16 (benchmarks/fit_costs.py on the headline grid)",
@@ -125,14 +131,18 @@ def alone(chunks: int) -> float:
 
 
 def predict(path: str, work: Work, costs: Costs) -> float | None:
-    """Seconds that `work` takes by this path, on a device that does nothing else; None: nothing is known.
+    """Seconds that `work` takes by this path, on a device that does nothing else, or only transfers of the
+    other direction; None: nothing is known.
 
-    The CPU's part counts only for what is urgent: other work of the device hides it.
+    The CPU's part counts for what is urgent: else other work of the device hides it. Where transfers run in
+    both directions, the CPU submits those of the other one, too, and both wait for it when that takes longer.
     """
     if path not in ("zero_copy", "staged"):
         return None
     rates = costs.of(work.direction)
     device, cpu = (_direct if path == "zero_copy" else _staged)(work, rates)
+    if work.beside:
+        return max(device, 2 * cpu)
     return max(device, cpu) if work.qos == "urgent" else device
 
 
@@ -143,7 +153,8 @@ def told_soon(work: Work, costs: Costs) -> bool:
 
 def _direct(work: Work, rates: Rates) -> tuple[float, float]:
     """Seconds of the device and of the CPU."""
-    return rates.direct_start + work.total / rates.direct_rate, rates.submit_direct
+    rate = rates.direct_beside if work.beside else rates.direct_rate
+    return rates.direct_start + work.total / rate, rates.submit_direct
 
 
 def _staged(work: Work, rates: Rates) -> tuple[float, float]:

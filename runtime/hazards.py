@@ -86,7 +86,10 @@ class Running:
         end = self.passed + len(self.entries)
         for number in range(max(self._noted, self.passed) + 1, end + 1):
             for move in self.entries[number - self.passed - 1].moves:
-                self._touched.setdefault(move.member, Touched()).note(move.batch, number)
+                touched = self._touched.get(move.member)
+                if touched is None:
+                    touched = self._touched[move.member] = Touched()
+                touched.note(move.batch, number)
         self._noted = end
 
 
@@ -124,10 +127,19 @@ class Hazards:
 
         Its stream has everything before it behind it. Those of the same direction are ordered by theirs.
         """
+        running = self._others(direction)
+        return running.latest(moves) if running.entries else None
+
+    def beside(self, direction: str) -> bool:
+        """Whether a submission of the other direction runs."""
+        return bool(self._others(direction).entries)
+
+    def _others(self, direction: str) -> Running:
+        """Those of the other direction, none of them if the last one is over."""
         running = self._running["load" if direction == "write_back" else "write_back"]
         if running.entries and self._over(running.entries[-1]):
             running.clear()
-        return running.latest(moves) if running.entries else None
+        return running
 
     def _over(self, entry: Submission) -> bool:
         """Whether it has run. One that failed never has: whoever asks its ticket is told."""

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from poolwright.runtime import native
+from poolwright.runtime.driver import Memory
 from poolwright.runtime.native import (
     ALLOCATED,
     BY_TOKEN,
@@ -57,16 +58,27 @@ class Limits:
         return PageCheck(self.page_size, self.host_pages, self.device_pages, self.reserved, taken)
 
 
+class Listed:
+    """Numbers that launches of a submission share; `memory`: where the device has them, if one needs it."""
+
+    __slots__ = ("memory", "numbers")
+
+    def __init__(self, numbers: array[int]) -> None:
+        self.numbers = numbers
+        self.memory: Memory | None = None
+
+
 class Batch:
     """Checked ids: `count` of the host's, then those of the device, as the 32-bit numbers that kernels read.
 
     `unit` ``pages`` or ``tokens``: what both lists hold. With `on_device` the device ids lie there, in that
     unit, and `ids` holds page ids of the host alone. `runs`: of neighbouring host pages, 0 where pages are
-    not whole. `bad`: asked when all is done, which host pages were skipped. Sets of pages are made when they
-    are asked for: few are.
+    not whole. `bad`: asked when all is done, which host pages were skipped. `listed`: numbers among which
+    the ids stand, and where the host's and the device's begin. Sets of pages are made when they are asked
+    for: few are.
     """
 
-    __slots__ = ("_device_pages", "_host_pages", "bad", "count", "ids", "on_device", "runs", "unit")
+    __slots__ = ("_device_pages", "_host_pages", "bad", "count", "ids", "listed", "on_device", "runs", "unit")
 
     def __init__(
         self,
@@ -78,10 +90,11 @@ class Batch:
         device_pages: set[int] | None = None,
         on_device: torch.Tensor | None = None,
         bad: Callable[[], Sequence[int]] | None = None,
+        listed: tuple[Listed, int, int] | None = None,
     ) -> None:
         self.unit, self.ids, self.count, self.runs = unit, ids, count, runs
         self._host_pages, self._device_pages = host_pages, device_pages
-        self.on_device, self.bad = on_device, bad
+        self.on_device, self.bad, self.listed = on_device, bad, listed
 
     @property
     def inside(self) -> bool:

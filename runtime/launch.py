@@ -15,7 +15,7 @@ import torch
 
 from poolwright.runtime.driver import Driver, Event, Kernels, Launch, Parameters, Stream
 from poolwright.runtime.errors import PoolError
-from poolwright.runtime.indices import Batch
+from poolwright.runtime.indices import Batch, Listed
 from poolwright.runtime.moves import Member, Place, Steps
 
 FEW = 256
@@ -244,19 +244,21 @@ class Launcher:
     def _listed(self, block: _Block, batch: Batch, steps: int, stream: Stream, keep: list[object]) -> int:
         """Fill in ids that lie in device memory; how many there are."""
         count, on_device, block.inside = batch.count, batch.on_device, None
-        memory = self._driver.allocate(4 * max(len(batch.ids), 1))
-        keep.append(memory)
-        self._driver.upload(memory.address, batch.ids, stream)
-        second = memory.address + 4 * count
+        listed, first, second = batch.listed or (Listed(batch.ids), 0, count)
+        if listed.memory is None:
+            listed.memory = self._driver.allocate(4 * max(len(listed.numbers), 1))
+            keep.append(listed.memory)
+            self._driver.upload(listed.memory.address, listed.numbers, stream)
+        first, second = (listed.memory.address + 4 * at for at in (first, second))
         if batch.unit == "pages":
             second = second if on_device is None else on_device.data_ptr()
-            _IDS.pack_into(block.ids, 0, count, 0, 0, 0, memory.address, second, 0, 0, steps)
+            _IDS.pack_into(block.ids, 0, count, 0, 0, 0, first, second, 0, 0, steps)
             return count
         address, step, wide = 0, 0, False
         if on_device is not None:
             count *= block.page_size
             address, step, wide = on_device.data_ptr(), on_device.stride(0), on_device.dtype == torch.int64
-        _IDS.pack_into(block.ids, 0, count, 0, 1, wide, memory.address, second, address, step, steps)
+        _IDS.pack_into(block.ids, 0, count, 0, 1, wide, first, second, address, step, steps)
         return count
 
     def _steps_of(self, steps: Steps, stream: Stream, keep: list[object]) -> int:

@@ -669,7 +669,8 @@ class HostPool(Pages):
             whole = False  # slots would be used again within each layer: late, and a launch for each page
         merges = whole and not layered and self._merges and forced != "zero_copy"
         merged = _merged(batch) if merges else 1
-        key = (direction, pages, layered, whole, merged, qos, forced)
+        beside = forced == "auto" and not layered and self._transfers.beside(direction)
+        key = (direction, pages, layered, whole, merged, qos, forced, beside)
         taken = self._choices.get(key)
         if taken is None:
             if len(self._choices) >= CHOICES_KEPT:
@@ -690,6 +691,7 @@ class HostPool(Pages):
         merged: int,
         qos: str | None,
         forced: str,
+        beside: bool,
     ) -> tuple[str, float | None]:
         ranges = max(1, len(units(self.program)) if layered and whole else self._backend.range_count)
         work = Work(
@@ -703,6 +705,7 @@ class HostPool(Pages):
             merged=merged,
             slot_bytes=self._slot_bytes,
             qos=qos,
+            beside=beside,
         )
         costs = self._shared.code.costs
         path = choice.choose(work, self.path_report(), costs, forced)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from poolwright.runtime.costs import LEAD, Costs, Rates
 from poolwright.runtime.driver import Driver, Event, Launch, Stream
-from poolwright.runtime.indices import Batch
+from poolwright.runtime.indices import Batch, Listed
 from poolwright.runtime.launch import Launcher, Part
 from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.moves import Member, Move, Order, Place, Ring
@@ -62,14 +62,16 @@ class _Stage:
         count, most, on_device = batch.count, max(self.ring.slot_pages, 1), batch.on_device
         ids = batch.ids if on_device is not None else in_host_order(batch.ids, count)
         span = 0 if on_device is None else len(on_device) // count
-        inside = array("I", range(min(most, count)))
+        positions = min(most, count)
+        numbers = array("I", range(positions)) + ids[count:]
+        listed = Listed(numbers)
 
         def piece(start: int, end: int, fill: int, cut: Cut | None) -> _Piece:
             part = on_device if on_device is None else on_device[start * span : end * span]
-            both = inside[start - fill : end - fill] + ids[count + start : count + end]
-            return _Piece(
-                ids[start:end], Batch(batch.unit, both, end - start, on_device=part), start - fill, cut
-            )
+            both = numbers[start - fill : end - fill] + ids[count + start : count + end]
+            at = listed, start - fill, positions + start
+            part_of_it = Batch(batch.unit, both, end - start, on_device=part, listed=at)
+            return _Piece(ids[start:end], part_of_it, start - fill, cut)
 
         equal, end = rates.equal_chunks(nbytes), 0
         for sizes in fill_sizes(count, rates.chunks(nbytes), most, direction):

@@ -112,6 +112,11 @@ class Transfers:
         with self._lock:
             return self._hazards.in_flight([self.members[n].name for n in numbers], pages, after)
 
+    def beside(self, direction: str) -> bool:
+        """Whether a submission of the other direction runs."""
+        with self._lock:
+            return self._hazards.beside(direction)
+
     def settle(self, name: str, pages: set[int], reads: bool) -> None:
         """Block until nothing submitted touches these host pages of a pool.
 
@@ -251,7 +256,7 @@ class Transfers:
                 else:
                     self._staging.delayed, behind = 0, (other, before, self.name)
                     launch = self._launcher_in_use().launch
-                    event = launch(direction, direction, parts, stream, keep, behind=behind)
+                    event = launch(direction, self._purpose(direction), parts, stream, keep, behind=behind)
                     captured = marks = verdict = began = None
             except NotAdmitted:
                 raise
@@ -390,8 +395,8 @@ class Transfers:
             else:
                 self._indexing(direction, move, stream, order)
         if direct and not staged and order is None:
-            launch = self._launcher_in_use().launch
-            return None, None, stream, launch(direction, direction, direct, stream, keep, told)
+            launch, purpose = self._launcher_in_use().launch, self._purpose(direction)
+            return None, None, stream, launch(direction, purpose, direct, stream, keep, told)
         captured: Event = None
         event: Event = None
         marks: LayerMarks | LayerEvents | None = None
@@ -399,7 +404,7 @@ class Transfers:
         if gathers:
             captured = self._staging.write_back(self._launcher_in_use(), staged, stream, self._out, keep)
         if direct and order is None:
-            self._launcher_in_use().launch(direction, direction, direct, stream, keep)
+            self._launcher_in_use().launch(direction, self._purpose(direction), direct, stream, keep)
         elif direct and order is not None:
             told = told and not staged
             marks, event = self._in_layer_order(direct, stream, len(order.layers), keep, told)
@@ -412,6 +417,11 @@ class Transfers:
             # In layer order they come last, so that their events stand for what others moved, too.
             marks = self._staging.load(self._launcher_in_use(), staged, stream, self._in, keep, order)
         return captured, marks, stream, event
+
+    def _purpose(self, direction: str) -> str:
+        """What kernels over the link are launched for: a write-back beside loads leaves them their rate."""
+        beside = direction == "write_back" and self._hazards.beside(direction)
+        return "write_back_beside" if beside else direction
 
     def _copied(self, moves: Sequence[Move]) -> bool:
         """Whether the copy engine writes all that a write-back moves, and there is some: it ends behind the

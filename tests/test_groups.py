@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from simulation import GROUPS, first, group_world
 
 import poolwright.generated as generated
+from poolwright.generated import MLATokenToKVPoolHost
 from poolwright.runtime import group as groups
 from poolwright.runtime import jit, toolchain
 from poolwright.runtime.driver.simulated import SimulatedDriver
@@ -786,6 +787,32 @@ def test_pools_on_one_path_take_one_launch_and_one_batch(direction: str) -> None
     getattr(group, direction)(moves(), path={"kv": "zero_copy", "state": "staged"}).wait()
     assert (driver.calls["launch"], driver.calls["copy"]) == (2, 1)
     group.destroy()
+
+
+@pytest.mark.parametrize("direction", ["write_back", "load"])
+def test_many_ids_go_to_the_device_once_however_many_chunks_they_are_moved_in(direction: str) -> None:
+    pages, driver = 1500, Counted()
+    with use_driver(driver):
+        pool = MLATokenToKVPoolHost(
+            kv_lora_rank=3,
+            qk_rope_head_dim=2,
+            dtype=torch.bfloat16,
+            layers=[0, 1],
+            page_size=1,
+            layout="page_first",
+            capacity_pages=pages,
+            staging_bytes=4 * 16 * 700,
+        )
+    rows = [driver.tensor((pages, 5), torch.bfloat16) for _ in range(2)]
+    for tensor in rows:
+        driver.cpu("contents", tensor.data_ptr(), tensor.nbytes, writes=True)
+    pool.bind({"kv": rows})
+    ids = torch.randperm(pages, generator=torch.Generator().manual_seed(1)), torch.arange(pages)
+    pool.write_back(*ids, "page", path="zero_copy").wait()
+    driver.calls.clear()
+    getattr(pool, direction)(*ids, "page", path="staged").wait()
+    assert driver.calls["launch"] >= 2 and driver.calls["upload"] == 1
+    pool.destroy()
 
 
 def test_a_load_in_layer_order_is_two_launches_whatever_its_layers_and_one_if_it_is_short() -> None:

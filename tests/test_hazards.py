@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolwright.runtime.hazards import KEPT, Hazards, Submission
+from poolwright.runtime import hazards as hazards_module
+from poolwright.runtime.hazards import KEPT, Hazards, Submission, Touched
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.moves import Move
 from poolwright.runtime.native import Stamps
@@ -115,3 +117,22 @@ def test_numbers_of_pages() -> None:
     stamps.give(array("I"), 3)
     assert [stamps.latest(array("I", (page,))) for page in (0, 2, 5, 899, 900, 901)] == [0, 1, 2, 0, 2, 0]
     assert stamps.latest(array("I", (2, 900))) == 2 and stamps.latest(array("I")) == 0
+
+
+def test_what_was_touched_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking pages up takes microseconds; setting up what they are looked up in, tens of them."""
+    made = []
+
+    class Counted(Touched):
+        def __init__(self) -> None:
+            made.append(self)
+            super().__init__()
+
+    monkeypatch.setattr(hazards_module, "Touched", Counted)
+    hazards = Hazards(Events())  # type: ignore[arg-type]
+    for event in range(1, 9):
+        batch = Batch("pages", array("I", (event, event)), 1)
+        moves = [Move(member, "kv", batch, "staged") for member in (0, 1)]
+        hazards.add(Submission("load", event, moves, None), None)
+        assert hazards.before("write_back", moves) == event
+    assert len(made) == 2

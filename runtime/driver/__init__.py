@@ -60,8 +60,8 @@ class Kernels(Protocol):
     def arrivals(self) -> int: ...
 
     def grid(self, purpose: str, nbytes: int) -> int:
-        """Blocks of a launch that moves so many bytes: `purpose` is write_back, load, load_layers, gather or
-        scatter."""
+        """Blocks of a launch that moves so many bytes: `purpose` is write_back (write_back_beside:
+        while loads run), load, load_layers, gather or scatter."""
         ...
 
     def windows(self, step_bytes: int, steps: int) -> Windows:

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from poolwright.runtime.driver import Windows
 
-BLOCKS = {"write_back": 4, "load": 8, "load_layers": 12, "gather": 264, "scatter": 264}
-"""Blocks of a long launch: over the link no more than it needs (docs/benchmarks.md)."""
+BLOCKS = {
+    "write_back": 4,
+    "write_back_beside": 2,
+    "load": 8,
+    "load_layers": 12,
+    "gather": 264,
+    "scatter": 264,
+}
+"""Blocks of a long launch: over the link no more than it needs (docs/benchmarks.md). Beside loads a
+write-back has fewer: with more of its stores on the way reads come at half their rate."""
 
 SHORT_BYTES, SHORT_BLOCKS, BLOCK_BYTES = 4 << 20, 64, 16 << 10
 """A load of so few bytes gets up to so many blocks; what one moves at least (a quarter of what it can have in

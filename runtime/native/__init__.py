@@ -29,6 +29,7 @@ def library() -> ctypes.CDLL:
     return jit.load_host(jit.host_libraries([UNIT])[0])
 
 
+@functools.cache
 def _taking(name: str, *, locked: bool = False) -> Any:
     """A function of the compiled code that takes one block of words, and returns a signed one.
 
@@ -262,12 +263,12 @@ class CopyLists:
 @functools.cache
 def _in_host_order() -> Any:
     function = ctypes.PyDLL(None, handle=library()._handle).in_host_order
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p], None
     return function
 
 
 def in_host_order(ids: array[int], count: int) -> array[int]:
     """`count` host pages and behind them the device's, in the order of the host's."""
-    found = ids[:]
-    _in_host_order()(found.buffer_info()[0], count)
+    found, room = ids[:], ids[:]
+    _in_host_order()(found.buffer_info()[0], count, room.buffer_info()[0])
     return found

@@ -210,18 +210,26 @@ struct Copies {
 
 }  // namespace
 
-// Brings `count` host pages and behind them the device's, pair by pair, in the order of the host's.
-extern "C" void in_host_order(u32* ids, u64 count) {
-  u32* const there = ids + count;
-  u64 gap = 1;
-  while (gap < count / 3) gap = 3 * gap + 1;
-  for (; gap > 0; gap /= 3) {
-    for (u64 i = gap; i < count; ++i) {
-      const u32 host = ids[i], device = there[i];
-      u64 at = i;
-      for (; at >= gap && ids[at - gap] > host; at -= gap) ids[at] = ids[at - gap], there[at] = there[at - gap];
-      ids[at] = host, there[at] = device;
+// Brings `count` host pages and behind them the device's, pair by pair, in the order of the host's. `room`: as many
+// numbers again. Digit by digit from the lowest; digits that all pages share are left out.
+extern "C" void in_host_order(u32* ids, u64 count, u32* room) {
+  u32 any = 0, all = ~u32(0);
+  for (u64 i = 0; i < count; ++i) any |= ids[i], all &= ids[i];
+  for (u32 shift = 0; shift < 32; shift += 8) {
+    if (((any ^ all) >> shift & 255) == 0) continue;
+    u64 places[256] = {};
+    for (u64 i = 0; i < count; ++i) ++places[ids[i] >> shift & 255];
+    u64 before = 0;
+    for (u64& place : places) {
+      const u64 here = place;
+      place = before;
+      before += here;
     }
+    for (u64 i = 0; i < count; ++i) {
+      const u64 at = places[ids[i] >> shift & 255]++;
+      room[at] = ids[i], room[count + at] = ids[count + i];
+    }
+    for (u64 i = 0; i < 2 * count; ++i) ids[i] = room[i];
   }
 }
 
