@@ -17,6 +17,11 @@ BACKGROUND_PATIENCE = 1.5
 """A transfer in the background may take so many times as long, if it leaves the SMs to others for it."""
 
 
+BESIDE = {"write_back": 3, "load": 2}
+"""How many times the CPU's part counts while the other direction is in use: for both of them; for a
+write-back once more. It can give way to loads at little cost, and the CPU of a shared host is at times half
+as fast as when its part was measured."""
+
 FRONT = 3
 """Windows of a load in layer order that are smaller than its chunks would be."""
 
@@ -135,14 +140,14 @@ def predict(path: str, work: Work, costs: Costs) -> float | None:
     other direction; None: nothing is known.
 
     The CPU's part counts for what is urgent: else other work of the device hides it. Where transfers run in
-    both directions, the CPU submits those of the other one, too, and both wait for it when that takes longer.
+    both directions the CPU submits those of the other one, too (`BESIDE`), and both wait for the slowest.
     """
     if path not in ("zero_copy", "staged"):
         return None
     rates = costs.of(work.direction)
     device, cpu = (_direct if path == "zero_copy" else _staged)(work, rates)
     if work.beside:
-        return max(device, 2 * cpu)
+        return max(device, BESIDE[work.direction] * cpu)
     return max(device, cpu) if work.qos == "urgent" else device
 
 

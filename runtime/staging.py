@@ -41,6 +41,10 @@ class _Piece(NamedTuple):
     cut: Cut | None
 
 
+_Where = tuple[int, int, int, Cut | None]
+"""A piece among the pages of a transfer: its first and end, the first of its fill, which part of each."""
+
+
 class _Stage:
     """A member's slots, and where its pages lie on both sides."""
 
@@ -51,6 +55,8 @@ class _Stage:
         self.cutter = Cutter(member.program, member.place.pages, Slot(ring.slot_pages, ring.slot_bytes))
         self.fills_a_page = max(1, len(self.cutter.parts))
         self.lists = CopyLists(member.place.address, member.buffer.borders)
+        self._positions = array("I")
+        self._shapes: dict[tuple[str, int, int], list[Sequence[_Where]]] = {}
         self._whole = _listed(self.cutter.whole)
         self._parts: dict[int, tuple[Cut, Runs]] = {}
 
@@ -63,7 +69,9 @@ class _Stage:
         ids = batch.ids if on_device is not None else in_host_order(batch.ids, count)
         span = 0 if on_device is None else len(on_device) // count
         positions = min(most, count)
-        numbers = array("I", range(positions)) + ids[count:]
+        if positions > len(self._positions):
+            self._positions = array("I", range(positions))
+        numbers = self._positions[:positions] + ids[count:]
         listed = Listed(numbers)
 
         def piece(start: int, end: int, fill: int, cut: Cut | None) -> _Piece:
@@ -73,17 +81,32 @@ class _Stage:
             part_of_it = Batch(batch.unit, both, end - start, on_device=part, listed=at)
             return _Piece(ids[start:end], part_of_it, start - fill, cut)
 
-        equal, end = rates.equal_chunks(nbytes), 0
+        key = direction, count, nbytes
+        shape = self._shapes.get(key) if cuts is None else None
+        if shape is None:
+            shape = list(self._shape(count, direction, rates, nbytes, cuts))
+            if cuts is None:
+                if len(self._shapes) >= SHAPES_KEPT:
+                    self._shapes.clear()
+                self._shapes[key] = shape
+        for fill in shape:
+            yield [piece(*where) for where in fill]
+
+    def _shape(
+        self, count: int, direction: str, rates: Rates, nbytes: int, cuts: Sequence[Cut] | None
+    ) -> Iterator[Sequence[_Where]]:
+        """Of so many pages, the pieces of each fill."""
+        equal, end, most = rates.equal_chunks(nbytes), 0, max(self.ring.slot_pages, 1)
         for sizes in fill_sizes(count, rates.chunks(nbytes), most, direction):
             fill, end = end, end + sum(sizes)
             parts = self._cuts(direction, end - fill, -(-equal * (end - fill) // count))
             borders = list(pairwise(accumulate(sizes, initial=fill)))
             if cuts is not None:
-                yield from ([piece(*pages, fill, cut) for pages in borders] for cut in cuts)
+                yield from ([(*pages, fill, cut) for pages in borders] for cut in cuts)
             elif parts:
-                yield from ([piece(fill, end, fill, cut) for cut in part] for part in parts)
+                yield from ([(fill, end, fill, cut) for cut in part] for part in parts)
             else:
-                yield [piece(*pages, fill, None) for pages in borders]
+                yield [(*pages, fill, None) for pages in borders]
 
     def _cuts(self, direction: str, pages: int, wanted: int) -> list[list[Cut]]:
         """How so many pages are cut for about `wanted` pieces, those of each fill; none: between pages."""
@@ -110,7 +133,7 @@ class _Stage:
         return found[1]
 
 
-PARTS_KEPT = 512
+PARTS_KEPT = SHAPES_KEPT = 512
 
 
 def _listed(runs: Sequence[Run]) -> Runs:
