@@ -1,16 +1,18 @@
 """What callers hand over: a value in, the same value out as its type says; ValueError by name for any other.
 
-Every function takes `owner`, the pool or group that is called, and `name`, the argument, for its message.
+Every function takes `owner`, the pool or group that is called, and `name`, the argument, for its message. A
+number is whatever stands for an integer, as those of numpy and torch do, but no truth value; a flag may be
+numpy's. Both come out as Python's.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 
 import torch
 
 from poolwright.runtime.driver import Driver, Stream
+from poolwright.runtime.scalars import index, truth
 
 LONGEST = 80
 """Characters of a value in a message."""
@@ -32,14 +34,15 @@ def shown(value: object) -> str:
 
 def whole(owner: str, name: str, value: object, least: int) -> int:
     """An integer of at least `least`."""
-    if type(value) is not int or value < least:
+    found = index(value)
+    if found is None or found < least:
         raise refusal(owner, name, f"an integer of at least {least}", value)
-    return value
+    return found
 
 
 def integer(owner: str, name: str, value: object) -> int:
-    """An integer, or what stands for one, as numpy's do; no bool."""
-    found = _index(value)
+    """An integer."""
+    found = index(value)
     if found is None:
         raise refusal(owner, name, "an integer", value)
     return found
@@ -47,9 +50,10 @@ def integer(owner: str, name: str, value: object) -> int:
 
 def flag(owner: str, name: str, value: object) -> bool:
     """True or False."""
-    if type(value) is not bool:
+    found = truth(value)
+    if found is None:
         raise refusal(owner, name, "True or False", value)
-    return value
+    return found
 
 
 def one_of(owner: str, name: str, value: object, known: Collection[str]) -> str:
@@ -65,7 +69,7 @@ def layer_ids(owner: str, name: str, ids: object) -> tuple[int, ...]:
         found: tuple[object, ...] = tuple(ids)  # type: ignore[arg-type]
     except TypeError:  # also of a tensor without dimensions, which says that it can be walked
         raise refusal(owner, name, "layer ids such as range(3)", ids) from None
-    numbers = tuple(_index(layer) for layer in found)
+    numbers = tuple(index(layer) for layer in found)
     if any(number is None or number < 0 for number in numbers):
         raise refusal(owner, name, "layer ids from 0", list(found))
     return tuple(number for number in numbers if number is not None)
@@ -86,12 +90,3 @@ def stream(owner: str, name: str, value: Stream, driver: Driver) -> None:
     kinds = ("cuda_stream",) if driver.name == "cuda" else ("cuda_stream", "wait_stream", "simulated")
     if not any(hasattr(value, kind) for kind in kinds):
         raise refusal(owner, name, "a stream", value, "pass torch.cuda.current_stream(), or None for it")
-
-
-def _index(value: object) -> int | None:
-    """The integer that a value stands for, or None."""
-    try:
-        truth = isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
-        return None if truth else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor whose number cannot be read
-        return None

@@ -289,7 +289,10 @@ def _given(owner: str, param: Param, value: object) -> dict[str, int]:
     if param.length is None:
         return {param.name: _check(owner, param, value)}
     many = isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
-    values = list(value) if many else [value]  # type: ignore[call-overload]
+    try:
+        values = list(value) if many else [value]  # type: ignore[call-overload]
+    except TypeError:  # an array of numpy's without dimensions, which says that it can be walked
+        values = [value]
     if param.default is not None:
         values += [param.default] * (param.length - len(values))
     if len(values) != param.length:
@@ -299,16 +302,15 @@ def _given(owner: str, param: Param, value: object) -> dict[str, int]:
 
 
 def _check(owner: str, param: Param, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise arguments.refusal(owner, param.name, "an integer", value)
-    if param.min is not None and value < param.min:
-        raise ValueError(f"{owner}: {param.name}: expected at least {param.min}, got {value}")
-    if param.max is not None and value > param.max:
-        raise ValueError(f"{owner}: {param.name}: expected at most {param.max}, got {value}")
-    if param.one_of and value not in param.one_of:
+    found = arguments.integer(owner, param.name, value)
+    if param.min is not None and found < param.min:
+        raise ValueError(f"{owner}: {param.name}: expected at least {param.min}, got {found}")
+    if param.max is not None and found > param.max:
+        raise ValueError(f"{owner}: {param.name}: expected at most {param.max}, got {found}")
+    if param.one_of and found not in param.one_of:
         known = ", ".join(map(str, param.one_of))
-        raise ValueError(f"{owner}: {param.name}: expected one of {known}, got {value}")
-    return value
+        raise ValueError(f"{owner}: {param.name}: expected one of {known}, got {found}")
+    return found
 
 
 def dtype_named(name: str) -> torch.dtype:

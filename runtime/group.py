@@ -54,7 +54,7 @@ class HostPoolGroup:
         place = arguments.device(self.spec.name, device)
         place = torch.device("cpu") if place.type == "cpu" else place
         if hugepages is not None:
-            arguments.flag(self.spec.name, "hugepages", hugepages)
+            hugepages = arguments.flag(self.spec.name, "hugepages", hugepages)
         arguments.one_of(self.spec.name, "register", register, MODES)
         planned = plan(self.spec, **sizes)
         needed = sum(need.host for _, need in planned.values())

@@ -12,6 +12,7 @@ from poolwright.runtime.description import Param, SizeOf, Sizes, bind_params, si
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.parts import least_bytes
 from poolwright.runtime.pool import HostPool, RequiredBytes
+from poolwright.runtime.scalars import index
 
 OFF = "off"
 NO_BOUND = 1 << 62
@@ -76,9 +77,9 @@ def plan(
 ) -> dict[str, tuple[dict[str, Any], RequiredBytes]]:
     """The constructor's arguments of every pool that is on, and what it will take."""
     known = bind_params(spec.name, spec.params, sizes)
-    arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
+    staging_bytes = arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
     if capture_bytes is not None:
-        arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
+        capture_bytes = arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
     amounts = _amounts(spec, budget, capacity_pages)
     lists = {name: arguments.layer_ids(spec.name, name, ids) for name, ids in layers.items()}
     given = {name: _arguments(spec, name, members[name], known, lists, page_size, layout) for name in amounts}
@@ -133,14 +134,17 @@ def _amounts(
     off |= {name for name in spec.members if off & set(sources(spec.members, name))}
     if spec.anchor in off:
         raise ValueError(f"{spec.name}: the anchor {spec.anchor} cannot be off: a cache keeps its ids")
-    on = {name: amounts.get(name) for name in spec.members if name not in off}
-    for name, amount in on.items():
-        fraction = isinstance(amount, float) and 0 < amount <= 1
-        if amount is not None and not fraction and not (type(amount) is int and amount > 0):
-            raise ValueError(
-                f"{spec.name}: budget of {name}: expected a fraction, bytes or 'off', got {amount!r}"
-            )
-    return on
+    return {name: _amount(spec, name, amounts.get(name)) for name in spec.members if name not in off}
+
+
+def _amount(spec: GroupSpec, name: str, given: object) -> float | None:
+    """A budget: a fraction as a float, bytes as an int. Raises ValueError."""
+    if given is None:
+        return None
+    amount = float(given) if isinstance(given, float) else index(given)
+    if amount is None or amount <= 0 or (isinstance(amount, float) and not amount <= 1):
+        raise ValueError(f"{spec.name}: budget of {name}: expected a fraction, bytes or 'off', got {given!r}")
+    return amount
 
 
 def _arguments(
@@ -215,11 +219,12 @@ def _pages(
 
 def _given_pages(spec: GroupSpec, name: str, capacity_pages: Mapping[str, int | str]) -> int:
     count = capacity_pages.get(name)
-    if type(count) is not int or count < 1:
+    pages = index(count)
+    if pages is None or pages < 1:
         raise ValueError(
             f"{spec.name}: capacity_pages: expected at least 1 page or 'off' for {name}, got {count!r}"
         )
-    return count
+    return pages
 
 
 def _shares(
@@ -230,7 +235,7 @@ def _shares(
 ) -> dict[str, int]:
     """Bytes of every pool that has ids of its own, with the pools that take them."""
     if capacity_bytes is not None:
-        arguments.whole(spec.name, "capacity_bytes", capacity_bytes, 0)
+        capacity_bytes = arguments.whole(spec.name, "capacity_bytes", capacity_bytes, 0)
     if len(families) == 1 and capacity_bytes is not None and not any(amounts.values()):
         return dict.fromkeys(families, capacity_bytes)
     found: dict[str, int] = {}

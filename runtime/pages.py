@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, NoReturn, overload
 
 import torch
 
-from poolwright.runtime import arguments
+from poolwright.runtime import arguments, scalars
 from poolwright.runtime.description import HostPart, PoolSpec
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.program import SizedProgram
 
 Index = int | torch.Tensor | Iterable[int]
-"""A page: the id of its first token (int or 0-dim tensor), or all its ids in order."""
+"""A page: the id of its first token (an integer or 0-dim tensor), or all its ids in order."""
 
 
 class Span(NamedTuple):
@@ -114,23 +113,26 @@ class Pages:
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         """Whether every object of every page starts at, and takes, a multiple of `page_size_bytes`."""
         self._alive()
-        if type(page_size_bytes) is not int or page_size_bytes < 1:
+        wanted = scalars.index(page_size_bytes)
+        if wanted is None or wanted < 1:
             self._refuse("is_stride_page_aligned", "a number of bytes from 1", page_size_bytes, "pass 4096")
         base = self.kv_buffer.data_ptr()
         sizes = [size for span in self._spans for size in (base + span.start, span.nbytes)]
-        return math.gcd(*sizes) % page_size_bytes == 0
+        return math.gcd(*sizes) % wanted == 0
 
     # ---- where pages lie
 
     def page_objects(self, page: int) -> tuple[PageObject, ...]:
         """The objects of page number `page`. Blocks and raises as the class says."""
         self._alive()
-        if type(page) is not int or not 0 <= page < self.page_num:
+        number = scalars.index(page)
+        if number is None or not 0 <= number < self.page_num:
             self._refuse("page_objects", f"a page of 0 to {self.page_num - 1}", page, "ids // page_size")
-        self._settle({page}, True)
+        self._settle({number}, True)
         base = self.kv_buffer.data_ptr()
         return tuple(
-            PageObject(span.name, base + span.start + page * span.nbytes, span.nbytes) for span in self._spans
+            PageObject(span.name, base + span.start + number * span.nbytes, span.nbytes)
+            for span in self._spans
         )
 
     def page_ranges(self, page: int) -> list[tuple[int, int]]:
@@ -171,7 +173,7 @@ class Pages:
         objects, each uint8.
         """
         page = self._page("get_data_page", index)
-        arguments.flag(self.spec.name, "get_data_page: flat", flat)
+        flat = arguments.flag(self.spec.name, "get_data_page: flat", flat)
         self._settle({page}, True)
         views = self._views(page)
         if not flat:
@@ -260,17 +262,18 @@ class Pages:
 
     def _parts(self, call: str, split_factor: int) -> int:
         """`split_factor`, if every object can be cut into so many parts of as many heads."""
-        if type(split_factor) is not int or split_factor < 1:
+        count = scalars.index(split_factor)
+        if count is None or count < 1:
             self._refuse(call, "a split_factor from 1", split_factor, "pass 1 for whole objects")
-        for part in self.program.host(1).parts if split_factor > 1 else ():
+        for part in self.program.host(1).parts if count > 1 else ():
             if not self.program.present(part.ident):
                 continue
             name, extent, whole = self._outermost(part)
-            if name in ("token", "layer") or not whole or extent % split_factor:
-                got = f"{split_factor} for {extent} of {name}"
+            if name in ("token", "layer") or not whole or extent % count:
+                got = f"{count} for {extent} of {name}"
                 expected = "a split_factor that divides the heads, outermost in a page"
                 self._refuse(call, expected, got, "use a layout such as page_head")
-        return split_factor
+        return count
 
     def _outermost(self, part: HostPart) -> tuple[str, int, bool]:
         """The dim outermost in a page, its extent there, whether it fills the page; a split dim's parts
@@ -293,11 +296,11 @@ class Pages:
     def _page(self, call: str, index: Index) -> int:
         """The page that `index` names. Raises ValueError."""
         self._alive()
-        if isinstance(index, torch.Tensor) and index.dim() == 0:
-            index = index[None]
-        elif not isinstance(index, (torch.Tensor, Iterable)):
-            index = (index,)
-        ids = self._ids(call, index)
+        if isinstance(index, torch.Tensor):
+            ids = self._ids(call, index[None] if index.dim() == 0 else index)
+        else:
+            lone = scalars.index(index) is not None or not isinstance(index, Iterable)
+            ids = self._ids(call, (index,) if lone else index)
         if len(ids) == 1:
             first = ids[0]
             ids = list(range(first, first + self.page_size))
@@ -310,7 +313,7 @@ class Pages:
         self._alive()
         return self._whole_pages(call, self._ids(call, indices))
 
-    def _ids(self, call: str, indices: torch.Tensor | Iterable[int]) -> list[int]:
+    def _ids(self, call: str, indices: object) -> list[int]:
         if isinstance(indices, torch.Tensor):
             whole = indices.dim() == 1 and indices.layout is torch.strided
             if whole and indices.is_cpu and indices.dtype in (torch.int32, torch.int64):
@@ -320,9 +323,13 @@ class Pages:
             got = got if indices.layout is torch.strided else f"{indices.layout} {got}"
             self._refuse(call, "int32 or int64 [n] on cpu", got, "pass ids that alloc returned")
         try:
-            return [operator.index(i) for i in indices]
-        except TypeError:
+            numbers = [scalars.index(i) for i in indices]  # type: ignore[attr-defined]
+        except TypeError:  # nothing that can be walked
+            numbers = [None]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers):
             self._refuse(call, "integers", repr(indices), "pass ids that alloc returned")
+        return known
 
     def _whole_pages(self, call: str, ids: list[int]) -> list[int]:
         size, end = self.page_size, self.page_size * self.page_num

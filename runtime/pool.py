@@ -144,17 +144,18 @@ class HostPool(Pages):
     ) -> None:
         arguments.one_of(self.spec.name, "register", register, MODES)
         self.lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
-        self.layout, self.form, self.page_size = layout, form, page_size
+        self.layout, self.form = layout, form
         self.dtypes = dict(dtypes)
         place = arguments.device(self.spec.name, device)
         self.device = torch.device("cpu") if place.type == "cpu" else place
         if hugepages is not None:
-            arguments.flag(self.spec.name, "hugepages", hugepages)
+            hugepages = arguments.flag(self.spec.name, "hugepages", hugepages)
         self.program = self.sized(params, dtypes, self.lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
+        self.page_size = self.sizes["page_size"]
         self.layers = _layers_of(self.program, self.lists)
         self.page_num = _capacity(self.spec, self.program, capacity_pages, capacity_bytes)
-        self.size = self.page_num * page_size
+        self.size = self.page_num * self.page_size
         self.page_bytes = self.host_layout(self.page_num).page_bytes
         self._staging_bound = _staging_bound(self.spec, staging_bytes, capture_bytes)
         self._followers: tuple[HostPool, ...] = ()  # pools of a group that take this one's ids
@@ -195,7 +196,7 @@ class HostPool(Pages):
             self._buffer.destroy()
             raise
         self.kv_buffer = self._buffer.tensor
-        self._slots = Slots(self.page_num, page_size, self.name)
+        self._slots = Slots(self.page_num, self.page_size, self.name)
         self._slots.registrations = self._registrations
 
     def __repr__(self) -> str:
@@ -228,7 +229,7 @@ class HostPool(Pages):
     ) -> SizedProgram:
         """The program of these sizes, before anything is built. Raises ValueError."""
         spec = cls.spec
-        arguments.whole(spec.name, "page_size", page_size, 1)
+        page_size = arguments.whole(spec.name, "page_size", page_size, 1)
         arguments.one_of(spec.name, "layout", layout, spec.layouts)
         arguments.one_of(spec.name, "form", form, spec.forms)
         itemsizes = {}
@@ -720,11 +721,10 @@ def _merged(batch: indices.Batch) -> int:
 def _staging_bound(spec: PoolSpec, staging_bytes: int, capture_bytes: int | None) -> tuple[int, str]:
     """Bytes of all slots together, and the argument that says so. A write-back of rows that change is
     captured in staging memory: that is what capture_bytes bounds. Raises ValueError."""
-    arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
-    if capture_bytes is not None:
-        arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
+    staging_bytes = arguments.whole(spec.name, "staging_bytes", staging_bytes, 0)
     if capture_bytes is None:
         return staging_bytes, "staging_bytes"
+    capture_bytes = arguments.whole(spec.name, "capture_bytes", capture_bytes, 0)
     if spec.updates != "in_place":
         step = "rows of this pool do not change in place: pass staging_bytes"
         raise arguments.refusal(spec.name, "capture_bytes", "None", capture_bytes, step)
@@ -750,8 +750,7 @@ def _capacity(spec: PoolSpec, program: SizedProgram, pages: int | None, nbytes: 
         raise ValueError(f"{spec.name}: give either capacity_pages or capacity_bytes")
     if pages is not None:
         return arguments.whole(spec.name, "capacity_pages", pages, 1)
-    assert nbytes is not None
-    arguments.whole(spec.name, "capacity_bytes", nbytes, 0)
+    nbytes = arguments.whole(spec.name, "capacity_bytes", nbytes, 0)
     page = program.host(1).page_bytes
     if page == 0:
         raise ValueError(f"{spec.name}: a page of these sizes has no bytes; give capacity_pages")

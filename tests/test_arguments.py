@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ VALUES: dict[str, Any] = {
     "a mapping": {"x": 1},
     "an object": object(),
     "True": True,
+    "numpy's True": numpy.True_,
     "negative": -1,
     "sparse": torch.tensor([0, 1, 2, 3]).to_sparse(),
     "meta": torch.arange(4, device="meta"),
@@ -114,6 +116,12 @@ class Case:
     owner: str
 
 
+EMPTY = ("no items",)
+"""No ids: nothing to do, and no mistake."""
+INTEGER = ("no dimension",)
+"""Stands for an integer."""
+TRUTH = ("True", "numpy's True")
+"""A flag."""
 GROUPED = "kimi_linear|kv"
 """The group, or the pool of it that refuses."""
 
@@ -126,7 +134,7 @@ def moves(call: str) -> Iterator[Case]:
     """Every argument of `write_back` or `load`, of a pool and of a group."""
     stream = "producer" if call == "write_back" else "readers"
     words: dict[str, tuple[str, ...]] = {"unit": (), "validate": (), "path": ("None",), "qos": ("None",)}
-    words |= {stream: ("None",), "timed": ("True",)}
+    words |= {stream: ("None",), "timed": TRUTH}
     words |= {"order": (), "layers": ("None", "no items", "sparse")} if call == "load" else {}
 
     def of(owner: str, word: str) -> Callable[[World, Any], object]:
@@ -147,29 +155,24 @@ def moves(call: str) -> Iterator[Case]:
     yield case("device ids", lambda w, v: getattr(w.group, call)({"kv": (IDS, v)}), owner="kv")
 
 
-EMPTY = ("no items",)
-"""No ids: nothing to do, and no mistake."""
-INTEGER = ("no dimension",)
-"""Stands for an integer."""
-
 POOL = [
     case("alloc", lambda w, v: w.pool.alloc(v)),
     case("free", lambda w, v: w.pool.free(v)),
     case("after", lambda w, v: w.pool.free(IDS, after=v), "None"),
-    case("host_layout", lambda w, v: w.pool.host_layout(v)),
+    case("host_layout", lambda w, v: w.pool.host_layout(v), *INTEGER),
     case("bind|component", lambda w, v: w.pool.bind(v)),
     case("kv", lambda w, v: w.pool.bind({"kv": v})),
     case("kv", lambda w, v: w.pool.bind({"kv": [v, *latents(2)]})),
     case("layer_ids", lambda w, v: w.pool.bind({"kv": latents(3)}, layer_ids=v), "None"),
-    case("page_objects", lambda w, v: w.pool.page_objects(v)),
-    case("page_objects", lambda w, v: w.pool.page_ranges(v)),
+    case("page_objects", lambda w, v: w.pool.page_objects(v), *INTEGER),
+    case("page_objects", lambda w, v: w.pool.page_ranges(v), *INTEGER),
     case("get_page_buffer_meta", lambda w, v: w.pool.get_page_buffer_meta(v), *EMPTY),
     case("get_split_heads", lambda w, v: w.pool.get_split_heads_page_buffer_meta(v, 1), *EMPTY),
-    case("split_factor", lambda w, v: w.pool.get_split_heads_page_buffer_meta(IDS, v)),
-    case("split_factor", lambda w, v: w.pool.get_page_buffer_element_size(v)),
-    case("is_stride_page_aligned", lambda w, v: w.pool.is_stride_page_aligned(v)),
+    case("split_factor", lambda w, v: w.pool.get_split_heads_page_buffer_meta(IDS, v), *INTEGER),
+    case("split_factor", lambda w, v: w.pool.get_page_buffer_element_size(v), *INTEGER),
+    case("is_stride_page_aligned", lambda w, v: w.pool.is_stride_page_aligned(v), *INTEGER),
     case("get_data_page", lambda w, v: w.pool.get_data_page(v)),
-    case("flat", lambda w, v: w.pool.get_data_page(0, flat=v), "True"),
+    case("flat", lambda w, v: w.pool.get_data_page(0, flat=v), *TRUTH),
     case("set_from_flat_data_page", lambda w, v: w.pool.set_from_flat_data_page(v, FLAT)),
     case("set_from_flat_data_page", lambda w, v: w.pool.set_from_flat_data_page(0, v)),
     case("host ids", lambda w, v: w.pool.backup_from_device_all_layer(None, v, IDS, "kernel")),
@@ -199,7 +202,7 @@ GROUP = [
 CONTROLLERS = [
     case("pool", lambda w, v: CacheController(v), owner="CacheController"),
     case("group", lambda w, v: HybridCacheController(v), owner="HybridCacheController"),
-    case("limit", lambda w, v: CacheController(w.pool, limit=v)),
+    case("limit", lambda w, v: CacheController(w.pool, limit=v), *INTEGER),
     case("reclaim", lambda w, v: CacheController(w.pool, reclaim=v), "None"),
     case("clock", lambda w, v: HybridCacheController(w.group, clock=v), owner="kimi_linear"),
     case("write", lambda w, v: w.lone.write(v)),
@@ -234,8 +237,8 @@ TIER = [
     case("model", lambda w, v: Tier(w.lone, w.storage, model=v, shard="all"), "text"),
     case("shard", lambda w, v: Tier(w.lone, w.storage, model="m", shard=v), "text"),
     case("trailing", lambda w, v: Tier(w.lone, w.storage, model="m", shard="all", trailing=v), "None"),
-    case("step", lambda w, v: Tier(w.lone, w.storage, model="m", shard="all", step=v)),
-    case("workers", lambda w, v: Tier(w.lone, w.storage, model="m", shard="all", workers=v)),
+    case("step", lambda w, v: Tier(w.lone, w.storage, model="m", shard="all", step=v), *INTEGER),
+    case("workers", lambda w, v: Tier(w.lone, w.storage, model="m", shard="all", workers=v), *INTEGER),
     case("hash", lambda w, v: w.tier.fetch(v), *EMPTY),
     case("hash", lambda w, v: w.tier.fetch([v])),
     case("store", lambda w, v: w.tier.store(v)),
@@ -251,10 +254,10 @@ SGLANG = [
     case("group", lambda w, v: host_pools(v), owner="host_pools"),
     case("layers", lambda w, v: host_pool(w.pool, layers=v), "None"),
     case("layers", lambda w, v: host_pool(w.pool, layers={0: v}), *INTEGER),
-    case("draft_layers", lambda w, v: host_pool(w.pool, draft_layers=v)),
+    case("draft_layers", lambda w, v: host_pool(w.pool, draft_layers=v), *INTEGER),
     case("layers", lambda w, v: host_pools(w.group, layers=v), "None", owner="kimi_linear"),
     case("layers", lambda w, v: host_pools(w.group, layers={"kv": v}), "None", owner="kv"),
-    case("draft_layers", lambda w, v: host_pools(w.group, draft_layers={"kv": v}), owner="kv"),
+    case("draft_layers", lambda w, v: host_pools(w.group, draft_layers={"kv": v}), *INTEGER, owner="kv"),
     case("alloc", lambda w, v: w.engine.alloc(v)),
     case("free", lambda w, v: w.engine.free(v)),
     case("host_indices", lambda w, v: w.engine.prepare_transfer_indices(v, IDS, "kernel")),
@@ -267,7 +270,7 @@ SGLANG = [
     case("io_backend", lambda w, v: w.engine.load_to_device_per_layer(None, IDS, IDS, 0, v)),
     case("get_page_buffer_meta", lambda w, v: w.engine.get_page_buffer_meta(v), *EMPTY),
     case("get_data_page", lambda w, v: w.engine.get_data_page(v)),
-    case("flat", lambda w, v: w.engine.get_data_page(0, flat=v), "True"),
+    case("flat", lambda w, v: w.engine.get_data_page(0, flat=v), *TRUTH),
     case("set_from_flat_data_page", lambda w, v: w.engine.set_from_flat_data_page(0, v)),
 ]
 CASES = [*POOL, *moves("write_back"), *moves("load"), *TICKET, *GROUP, *CONTROLLERS, *TIER, *SGLANG]
@@ -302,9 +305,11 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(world: World, case: Case) ->
 
 TAKEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("layers", "full_attention_layers", "linear_attention_layers"), ("no items", "sparse")),
-    **dict.fromkeys(("conv_dim", "side_size"), ("no items",)),
-    **dict.fromkeys(("capture_bytes", "budget", "require"), ("None",)),
-    "hugepages": ("None", "True"),
+    **dict.fromkeys(("conv_dim", "side_size"), ("no items", *INTEGER)),
+    **dict.fromkeys(("budget", "require"), ("None",)),
+    **dict.fromkeys(("page_size", "capacity_pages", "capacity_bytes", "staging_bytes"), INTEGER),
+    "capture_bytes": ("None", *INTEGER),
+    "hugepages": ("None", *TRUTH),
 }
 """Values that an argument of a constructor takes: its default, or what can be walked and has integers."""
 
@@ -322,7 +327,8 @@ def test_sizes_of_a_wrong_type_are_refused_by_name(pool: str) -> None:
         others = {other: value for other, value in given.items() if other != name}
         if name == "capacity_bytes":
             others.pop("capacity_pages")
-        assert wrong(of_sizes(kind, others, name), None) == [], name
+        fine = INTEGER if type(given.get(name)) is int else ()
+        assert wrong(of_sizes(kind, others, name, *fine), None) == [], name
 
 
 @pytest.mark.parametrize("name", [*HYBRID, "layout", "staging_bytes", "capture_bytes", "budget"])

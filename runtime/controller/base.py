@@ -65,7 +65,7 @@ class Controller:
         clock: Callable[[], float],
     ) -> None:
         self._name = pools.spec.name if isinstance(pools, HostPoolGroup) else pools.name
-        arguments.whole(self._name, "limit", limit, 1)
+        limit = arguments.whole(self._name, "limit", limit, 1)
         if reclaim is not None and not callable(reclaim):
             raise arguments.refusal(self._name, "reclaim", "a function of {pool: ids that lack}", reclaim)
         if not callable(clock):

@@ -30,11 +30,12 @@ def rules_of(
     Raises ValueError, naming `owner`, for a name in `trailing` whose pool needs all pages.
     """
     ends = {n for n in pools if group is not None and group.spec.members[n].hit == "trailing_pages"}
+    last: dict[str, int | None] = dict.fromkeys(ends, 1)
     for name, pages in trailing.items():
         if name not in ends:
             raise ValueError(f"{owner}: trailing: {name!r} is no pool that hits by its trailing pages")
-        arguments.whole(owner, f"trailing: {name}", pages, 1)
-    return {name: Rule(trailing.get(name, 1) if name in ends else None) for name in pools}
+        last[name] = arguments.whole(owner, f"trailing: {name}", pages, 1)
+    return {name: Rule(last.get(name)) for name in pools}
 
 
 def boundaries(rules: Mapping[str, Rule], found: Mapping[str, Sequence[bool]]) -> Iterator[int]:

@@ -98,8 +98,8 @@ class Tier:
         self._name = controller._name
         if not isinstance(storage, Storage):
             raise arguments.refusal(self._name, "storage", "a storage", storage)
-        arguments.whole(self._name, "step", step, 1)
-        arguments.whole(self._name, "workers", workers, 1)
+        step = arguments.whole(self._name, "step", step, 1)
+        workers = arguments.whole(self._name, "workers", workers, 1)
         if trailing is not None and not isinstance(trailing, Mapping):
             raise arguments.refusal(self._name, "trailing", "pages by pool", trailing)
         pools = controller._pools.pools

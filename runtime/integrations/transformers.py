@@ -62,7 +62,7 @@ class CacheMover:
         page_size = arguments.integer("CacheMover", "page_size", page_size)
         if path is not None:
             arguments.one_of("CacheMover", "path", path, PATHS)
-        arguments.whole("CacheMover", "spare", spare, 0)
+        spare = arguments.whole("CacheMover", "spare", spare, 0)
         if spare and group is None:
             known = "0 without a group, whose pools alone have spare pages"
             raise arguments.refusal("CacheMover", "spare", known, spare, "name a group")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from poolwright.runtime.errors import PoolError, WrongProcess
+from poolwright.runtime.scalars import index
 
 _log = logging.getLogger("poolwright")
 _T = TypeVar("_T", "Item", str)
@@ -51,6 +52,14 @@ class Item:
         return sum(nbytes for _, nbytes in self.parts)
 
 
+def positive(name: str, value: object) -> int:
+    """The integer that a value stands for, at least 1. Raises ValueError, naming `name`."""
+    found = index(value)
+    if found is None or found < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    return found
+
+
 class Storage(ABC):
     """Keeps objects of host memory by key.
 
@@ -67,10 +76,8 @@ class Storage(ABC):
     bound_s: float = 0.0
 
     def __init__(self, name: str, chunk: int, workers: int) -> None:
-        for what, value in (("chunk", chunk), ("workers", workers)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: {what}: expected an integer of at least 1, got {value!r}")
-        self.name, self.chunk = name, chunk
+        workers = positive(f"{name}: workers", workers)
+        self.name, self.chunk = name, positive(f"{name}: chunk", chunk)
         self._owner = os.getpid()
         self._closed = False
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix=name)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from poolwright.runtime.errors import BackendUnavailable
 from poolwright.runtime.storage import envelope
-from poolwright.runtime.storage.base import Item, Status, Storage
+from poolwright.runtime.storage.base import Item, Status, Storage, positive
 from poolwright.runtime.storage.folder import Folder
 
 _log = logging.getLogger("poolwright")
@@ -33,8 +33,7 @@ class FileStorage(Storage):
     """
 
     def __init__(self, folder: str | Path, capacity_bytes: int, *, chunk: int = 8, workers: int = 2) -> None:
-        if type(capacity_bytes) is not int or capacity_bytes < 1:
-            raise ValueError(f"capacity_bytes: expected an integer of at least 1, got {capacity_bytes!r}")
+        capacity_bytes = positive("capacity_bytes", capacity_bytes)
         super().__init__(f"file:{folder}", chunk, workers)
         try:
             self._folder = Folder(Path(folder).expanduser(), capacity_bytes)

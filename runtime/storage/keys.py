@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from urllib.parse import quote
 
+from poolwright.runtime.storage.base import positive
+
 VERSION = "pw1"
 
 
@@ -69,8 +71,7 @@ def token_hashes(tokens: Sequence[int], page_size: int, seed: str = "") -> list[
     `seed`: what else the rows depend on besides tokens and weights: an adapter, a cache salt, images.
     Raises ValueError for tokens that are not integers of 0 to 2^63 - 1.
     """
-    if type(page_size) is not int or page_size < 1:
-        raise ValueError(f"page_size: expected an integer of at least 1, got {page_size!r}")
+    page_size = positive("page_size", page_size)
     try:
         packed = array("q", tokens)
     except (TypeError, OverflowError) as error:

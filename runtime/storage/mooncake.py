@@ -46,7 +46,8 @@ class MooncakeStorage(Storage):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("mooncake", chunk, workers)
-        self.bound_s = workers * chunk * waits.stall_s + 3 * max(waits.reply_s, RECONNECT_S)
+        workers = int(workers)
+        self.bound_s = workers * self.chunk * waits.stall_s + 3 * max(waits.reply_s, RECONNECT_S)
         self._engine, self._waits, self._clock = engine, waits, clock
         self._breaker = Breaker(rest_s, clock)
         self._registers = protocol == "rdma"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from poolwright.runtime import arguments
 from poolwright.runtime.pool import HostPool
+from poolwright.runtime.scalars import index
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Layers:
 def numbered(pool: HostPool, given: Mapping[int, int] | None, drafts: int) -> Layers:
     """`given`, or positions in the pool's own list. Raises ValueError."""
     count = len(pool.layers)
-    if type(drafts) is not int or not 0 <= drafts <= count:
+    last = index(drafts)
+    if last is None or not 0 <= last <= count:
         raise ValueError(f"{pool.name}: draft_layers: expected 0 to {count}, got {drafts!r}")
     if given is None:
-        return Layers(pool.name, dict(enumerate(pool.layers)), count, drafts, some=False)
+        return Layers(pool.name, dict(enumerate(pool.layers)), count, last, some=False)
     if not isinstance(given, Mapping):
         raise arguments.refusal(pool.name, "layers", "the pool's layer ids by the engine's numbers", given)
     numbers = arguments.layer_ids(pool.name, "layers", given)
@@ -47,4 +49,4 @@ def numbered(pool: HostPool, given: Mapping[int, int] | None, drafts: int) -> La
     unknown = sorted(set(ids) - set(pool.layers))
     if unknown:
         raise ValueError(f"{pool.name}: layers: expected ids of {list(pool.layers)}, got {unknown}")
-    return Layers(pool.name, dict(zip(numbers, ids, strict=True)), count, drafts, some=True)
+    return Layers(pool.name, dict(zip(numbers, ids, strict=True)), count, last, some=True)
