@@ -46,6 +46,13 @@ def read_specs(folder: Path, root: Path) -> Specs:
     return specs
 
 
+def read_some(folder: Path, root: Path) -> tuple[Specs, tuple[SpecError, ...]]:
+    """The specs of `folder` that can be read, and every mistake in the others. A group whose pools cannot be
+    read is left out without a mistake of its own."""
+    reader = _Reader(folder, root)
+    return reader.read(), reader.errors_in_order()
+
+
 def check_specs(folder: Path, root: Path) -> tuple[SpecError, ...]:
     """Every mistake in the specs of `folder`, by file and place; empty when there is none."""
     reader = _Reader(folder, root)
@@ -126,7 +133,10 @@ class _Reader:
             return Specs((), (), ())
         layouts = self._layouts()
         pools = {pool.name: pool for pool in self._pools(layouts)}
-        groups = [] if self.errors else self._groups(pools)
+        errors = tuple(self.errors)
+        groups = self._groups(pools)
+        if errors:
+            self.errors = list(errors)  # mistakes in groups may be nothing but pools that are missing
         return Specs(
             tuple(pools[name] for name in sorted(pools)),
             tuple(sorted(groups, key=lambda group: group.name)),

@@ -401,6 +401,63 @@ def test_show_of_a_component_that_is_absent(filled: Path, capsys: pytest.Capture
     assert "  one page: 56 bytes on the host" in capsys.readouterr().out
 
 
+def broken(project: Path, name: str) -> None:
+    """A spec of that name with a mistake."""
+    assert cli.main(["new", name, "--like", "mla"]) == 0
+    spec = project / f"specs/{name}.yaml"
+    spec.write_text(spec.read_text().replace("updates: append", "updates: sometimes"))
+
+
+def group(project: Path, name: str, pool: str) -> None:
+    """A group of one pool."""
+    (project / "specs/groups").mkdir(exist_ok=True)
+    text = f"group: {name}\nanchor: a\npools:\n  a: {{pool: {pool}}}\n"
+    (project / f"specs/groups/{name}.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("command", ["show", "explain"])
+@pytest.mark.parametrize("name", ["one", "whole"])
+def test_a_spec_is_read_beside_others_with_mistakes(
+    filled: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    group(filled, "whole", "one")
+    capsys.readouterr()
+    assert cli.main([command, name]) == 0
+    expected = capsys.readouterr()
+    assert expected.err == ""
+    broken(filled, "two")
+    broken(filled, "three")
+    group(filled, "partly", "two")
+    capsys.readouterr()
+    assert cli.main([command, name]) == 0
+    assert capsys.readouterr() == (
+        expected.out,
+        "left out for mistakes that `codegen build --check` names: specs/three.yaml, specs/two.yaml\n",
+    )
+
+
+@pytest.mark.parametrize("command", ["show", "explain"])
+@pytest.mark.parametrize("name", ["two", "partly", "tow"])
+def test_a_spec_that_mistakes_concern_is_not_shown(
+    filled: Path, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    broken(filled, "two")
+    group(filled, "partly", "two")
+    capsys.readouterr()
+    assert cli.main([command, name]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[0] for line in err.splitlines()] == ["specs/two.yaml"]
+
+
+def test_a_group_with_mistakes_hides_no_pool(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    group(filled, "odd", "nothing")
+    assert cli.main(["show", "one"]) == 0
+    assert capsys.readouterr().err.endswith(" names: specs/groups/odd.yaml\n")
+    assert cli.main(["show", "odd"]) == 1
+    assert capsys.readouterr().err.startswith("specs/groups/odd.yaml:")
+
+
 def test_explain_says_what_the_spec_means(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["explain", "one"]) == 0

@@ -45,6 +45,25 @@ def read_specs(project: Project) -> Specs:
         raise InputError(_lines(errors)) from None
 
 
+def read_spec(project: Project, name: str) -> Specs:
+    """The specs that can be read, the one of that name among them; files that cannot are named on stderr.
+
+    Raises InputError with every mistake found when that spec has one, or is not there.
+    """
+    from poolwright.codegen import resolve
+
+    specs, errors = resolve.read_some(project.specs, project.root)
+    broken = list(dict.fromkeys(error.location.path for error in errors))
+    sources = {pool.name: pool.source for pool in specs.pools}
+    sources |= {group.name: group.source for group in specs.groups}
+    if errors and sources.get(name, broken[0]) in broken:
+        raise InputError(_lines(errors))
+    if errors:
+        told = f"left out for mistakes that `codegen build --check` names: {', '.join(broken)}"
+        print(told, file=sys.stderr)
+    return specs
+
+
 def lower_pools(pools: Iterable[ir.Pool], specs: Specs) -> tuple[ir.Lowered, ...]:
     """The pools lowered. Raises InputError with the place of every one that has no lowering."""
     from poolwright.codegen import lower

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from poolwright.codegen import expr, ir
 from poolwright.codegen.commands import group_text
-from poolwright.codegen.commands.common import find_pool, lower_pools, read_specs
+from poolwright.codegen.commands.common import find_pool, lower_pools, read_spec
 from poolwright.codegen.project import find_project
 
 _INDEX = {
@@ -24,7 +24,7 @@ _UPDATES = {
 
 def run(name: str) -> int:
     """Print the explanation."""
-    specs = read_specs(find_project())
+    specs = read_spec(find_project(), name)
     group = next((one for one in specs.groups if one.name == name), None)
     if group is not None:
         print(*group_text.words(group, specs.pools), sep="\n")

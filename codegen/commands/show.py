@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from poolwright.codegen import ir
 from poolwright.codegen.commands import group_text
 from poolwright.codegen.commands.bind import Bound, bind, values
-from poolwright.codegen.commands.common import InputError, find_pool, lower_pools, read_specs, unknown
+from poolwright.codegen.commands.common import InputError, find_pool, lower_pools, read_spec, unknown
 from poolwright.codegen.commands.picture import picture, text
 from poolwright.codegen.project import find_project
 
 
 def run(name: str, words: Sequence[str], *, layout: str | None, form: str | None, json: bool) -> int:
     """Print one picture for each variant, form and layout that is asked for."""
-    specs = read_specs(find_project())
+    specs = read_spec(find_project(), name)
     group = next((one for one in specs.groups if one.name == name), None)
     if group is not None:
         _refuse(group, bool(words or layout or form or json))
