@@ -31,7 +31,7 @@ from poolwright.runtime.errors import PoolError
 from poolwright.runtime.integrations import books as books_module
 from poolwright.runtime.integrations import demo, models
 from poolwright.runtime.integrations.contents import contents, put, spelled
-from poolwright.runtime.integrations.layers import KINDS
+from poolwright.runtime.integrations.layers import KINDS, KNOWN
 from poolwright.runtime.integrations.transformers import CacheMover, members_of, plans, taken_apart
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
@@ -359,11 +359,46 @@ def test_an_object_with_slots_is_refused() -> None:
             "spare: expected 0 without a group, whose pools alone have spare pages, got 2; name a group",
         ),
         ({"page_size": "4"}, "page_size: expected an integer, got '4'"),
+        ({"names": "full"}, "names: expected a mapping from member to pool of the group, got 'full'"),
+        ({"names": {"kv": "full"}}, "names: expected none without a group, got {'kv': 'full'}; name a group"),
+        (
+            {"names": {"kw": "full"}, "group": "swa_full"},
+            "names: expected members such as kv, got 'kw'; members are kv, window, indexer, state,"
+            " compressor_entries, compressor_state, indexer_entries, indexer_state, or as kv_2",
+        ),
+        (
+            {"names": {"kv": 1}, "group": "swa_full"},
+            "names: kv: expected the name of a pool, got 1",
+        ),
     ],
 )
 def test_arguments_that_nothing_would_follow_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^CacheMover: {message}$"):
         CacheMover(filled(), **({"page_size": 4} | given))
+
+
+def test_names_may_be_those_of_a_longer_prompt() -> None:
+    names = {"kv": "full", "window": "swa", "window_2": "swa"}
+    with CacheMover(filled(), page_size=4, group="swa_full", names=names) as mover:
+        assert [member.name for member in mover.members] == ["kv"]
+
+
+def test_roles_of_shares_are_known() -> None:
+    cache = Cache(layers=[make() for make in LAYERS.values()])
+    for layer in cache.layers:
+        update(layer, 13, torch.Generator().manual_seed(3))
+    roles = {member.share.role for member in members_of(taken_apart(cache, {}))}
+    named = {name.removesuffix("_2") for tiny in models.MODELS.values() for name in tiny.names}
+    assert roles | named == set(KNOWN)
+
+
+def test_two_members_of_one_pool_are_refused() -> None:
+    cache = filled(DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=8))
+    message = "^CacheMover: names: expected a pool of its own for kv, got 'swa'; window has that one$"
+    with pytest.raises(ValueError, match=message):
+        CacheMover(cache, page_size=4, group="swa_full", names={"kv": "swa", "window": "swa"})
+    with CacheMover(cache, page_size=4, group="swa_full", names={"kv": "full", "window": "swa"}) as mover:
+        assert [member.name for member in mover.members] == ["kv", "window"]
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,8 @@ def move(
     """
     cache, fresh = copy.deepcopy(case.cache), models.fresh_cache(case.model)
     sizes: dict[str, Any] = dict(page_size=page_size, layout=layout, form=form, pools=case.pools)
-    group = None if apart else case.tiny.group
-    with CacheMover(cache, path=path, group=group, names=case.tiny.names, **sizes) as mover:
+    group, names = (None, None) if apart else (case.tiny.group, case.tiny.names)
+    with CacheMover(cache, path=path, group=group, names=names, **sizes) as mover:
         mover.stage(cache)
         written = mover.write_back()
         poisoned = mover.poison(cache)

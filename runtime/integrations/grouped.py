@@ -19,7 +19,7 @@ _OF_THE_GROUP = ("page_size", "capacity_pages", "device")
 
 
 class Grouped:
-    """A group for the members of a cache. `names`: the group's pool of each member, by default its own name.
+    """A group for the members of a cache. `names`: the group's pool of each member.
     `spare`: pages of every pool beyond those of the cache, in front of them.
 
     `pools` and `host_ids` by member: ids of all pages of each pool. A pool of the group that the cache does
@@ -32,12 +32,12 @@ class Grouped:
         plans: Sequence[Plan],
         page_size: int,
         *,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str],
         path: str | None = None,
         spare: int = 0,
     ) -> None:
         self._path = path
-        self._names = {name: (names or {}).get(name, name) for name in (p.member.name for p in plans)}
+        self._names = dict(names)
         taken = {self._names[plan.member.name]: plan for plan in plans}
         self._leaders = _leaders(made, taken)
         pages = {name: taken[leader].paging.pages for name, leader in self._leaders.items()}

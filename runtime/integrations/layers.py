@@ -15,6 +15,12 @@ import torch
 
 from poolwright.runtime.integrations.contents import Contents, Path, contents, spelled
 
+KNOWN = (
+    *("kv", "window", "indexer", "state"),
+    *("compressor_entries", "compressor_state", "indexer_entries", "indexer_state"),
+)
+"""Roles of shares."""
+
 ROLES = ("state",)
 """What several pools fit, so that a caller says which."""
 

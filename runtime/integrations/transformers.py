@@ -5,6 +5,7 @@ Duck-typed (see `layers`): nothing of that library is imported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +18,7 @@ from poolwright.runtime.errors import PoolError
 from poolwright.runtime.integrations.books import Books
 from poolwright.runtime.integrations.fleet import Fleet, Sent, SideBySide
 from poolwright.runtime.integrations.grouped import Grouped
-from poolwright.runtime.integrations.layers import ROLES, Holding
+from poolwright.runtime.integrations.layers import KNOWN, ROLES, Holding
 from poolwright.runtime.integrations.members import CacheLike, Member, members_of, plans, taken_apart
 from poolwright.runtime.integrations.movers import MemberMover, Placing
 
@@ -67,12 +68,15 @@ class CacheMover:
             known = "0 without a group, whose pools alone have spare pages"
             raise arguments.refusal("CacheMover", "spare", known, spare, "name a group")
         self.members = members_of(taken_apart(cache, self._pools))
+        called = _called(names, self.members, group)
         planned = plans(self.members, page_size=page_size, layout=layout, form=form)
         self._fleet: Fleet
         if group is None:
             self._fleet = SideBySide(planned, path)
         else:
-            self._fleet = Grouped(group_class(group), planned, page_size, names=names, path=path, spare=spare)
+            self._fleet = Grouped(
+                group_class(group), planned, page_size, names=called, path=path, spare=spare
+            )
         self._books: tuple[Books, ...] = ()
         self._written = False
         try:
@@ -207,3 +211,28 @@ def _taken(pools: Mapping[str, str] | None) -> dict[str, str]:
         if role not in ROLES:
             raise arguments.refusal("CacheMover", "pools", f"roles {', '.join(ROLES)}", role)
     return dict(pools)
+
+
+def _called(names: Mapping[str, str] | None, members: Sequence[Member], group: str | None) -> dict[str, str]:
+    """The group's pool of each member. Raises ValueError for `names` that nothing would follow."""
+    found = {member.name: member.name for member in members}
+    if names is None:
+        return found
+    if not isinstance(names, Mapping):
+        raise arguments.refusal("CacheMover", "names", "a mapping from member to pool of the group", names)
+    if names and group is None:
+        raise arguments.refusal("CacheMover", "names", "none without a group", dict(names), "name a group")
+    for member, pool in names.items():
+        # Not only members of this cache: a model's names are the same for prompts that fill fewer of them.
+        if member not in found and re.sub(r"_\d+$", "", str(member)) not in KNOWN:
+            known, step = f"members such as {', '.join(found)}", f"members are {', '.join(KNOWN)}, or as kv_2"
+            raise arguments.refusal("CacheMover", "names", known, member, step)
+        if not isinstance(pool, str):
+            raise arguments.refusal("CacheMover", f"names: {member}", "the name of a pool", pool)
+    found |= {member: pool for member, pool in names.items() if member in found}
+    for member, pool in found.items():
+        others = [name for name, other in found.items() if other == pool and name != member]
+        if others:
+            expected, step = f"a pool of its own for {member}", f"{others[0]} has that one"
+            raise arguments.refusal("CacheMover", "names", expected, pool, step)
+    return found
