@@ -106,7 +106,7 @@ class HostBuffer:
             elif touch:
                 _touch(self.address, nbytes, threads)
         except BaseException:
-            self._tensor = None  # unmapped now, not when the traceback goes
+            self.release()  # unmapped now, not when the traceback goes
             raise
 
     def _register(
@@ -127,13 +127,13 @@ class HostBuffer:
         bounds = itertools.pairwise([*starts, self.nbytes])
         chunks = [Chunk(start, end - start, _first_page(start, end, units, pages)) for start, end in bounds]
         registration = Registration(registrar, self.tensor, chunks, pages, touch)
-        registration.begin(background, name)
-        self.registration, self._alias = registration, registration.alias
-        self.borders = tuple(self._alias + start for start in starts[1:])
-        self._release = weakref.finalize(self, registration.end)
+        self._release = weakref.finalize(self, registration.end)  # whatever interrupts what follows
         # When the process ends the last one made would be the first to go, with transfers still in
         # flight; the pool's own end waits for them and then destroys this.
         self._release.atexit = False
+        registration.begin(background, name)
+        self.registration, self._alias = registration, registration.alias
+        self.borders = tuple(self._alias + start for start in starts[1:])
 
     @property
     def tensor(self) -> torch.Tensor:

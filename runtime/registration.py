@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,7 +76,8 @@ class Registration:
     def begin(self, background: bool, name: str) -> None:
         """Register all chunks, or the first and leave the others to a thread, in which `name` is the pool's.
 
-        Raises HostMemoryError, and what else goes wrong, with nothing registered.
+        Raises HostMemoryError, and what else goes wrong, with nothing registered; an interrupt that comes
+        when the thread is there already leaves unregistering to it, as `end` does.
         """
         try:
             self._advance(True)
@@ -84,7 +86,7 @@ class Registration:
             if self._done < len(self._chunks):
                 self._start(name)
         except BaseException as error:
-            self._undo(str(error))
+            self._end(str(error))
             raise
 
     def registered(self) -> bool:
@@ -115,27 +117,26 @@ class Registration:
 
         Raises HostMemoryError for chunks that could not be unregistered, after all others.
         """
-        if os.getpid() != self.owner:
-            return  # in a fork the registration is the parent's
+        if os.getpid() == self.owner:  # in a fork the registration is the parent's
+            self._end("destroying a host buffer")
+
+    # ---- pieces
+
+    def _end(self, during: str) -> None:
+        """`end`; `during`: what it is part of."""
         with self._lock:
             self._ended = True
             here = not self._running
         self._stop.set()
         if here:
-            self._undo("destroying a host buffer")
-
-    # ---- pieces
+            _under_way.discard(self)
+            self._undo(during)
 
     def _start(self, name: str) -> None:
+        # Whoever is interrupted in here cannot know whether there is a thread: it says so itself (`_go_on`).
         thread = threading.Thread(target=self._go_on, args=(name,), name=f"register {name}", daemon=True)
-        self._running = True
         _under_way.add(self)
-        try:
-            thread.start()
-        except BaseException:
-            self._running = False
-            _under_way.discard(self)
-            raise
+        thread.start()
         self._thread = thread
         # For the end of the process: it runs before that of the pool, which unregisters. Until the thread has
         # ended it holds this.
@@ -143,6 +144,10 @@ class Registration:
 
     def _go_on(self, name: str) -> None:
         """The thread: all other chunks. It rests after each for as long as that took: others get in then."""
+        with self._lock:
+            if self._ended:
+                return  # nobody has waited for it, and nothing is registered any more
+            self._running = True
         try:
             while self._done < len(self._chunks) and not self._stop.is_set():
                 began = time.monotonic()
@@ -175,6 +180,10 @@ class Registration:
                 f"registering chunk {number} of {count} ({chunk.nbytes:,} of {self._memory.numel():,} bytes)"
                 f" failed: {error}: raise the limit of locked memory or lower the capacity"
             ) from error
+        except BaseException:  # an interrupt, before it was registered or behind
+            with suppress(Exception):
+                self._registrar.unregister(address)
+            raise
         self._held.append(address)
         if number == 1:
             self.alias = alias - chunk.start

@@ -604,6 +604,72 @@ def test_a_thread_that_does_not_start_fails_the_constructor(
     assert driver.registered() == 0 and not registration._under_way
 
 
+def interrupted(monkeypatch: pytest.MonkeyPatch, of: Any, name: str, instead: Callable[..., object]) -> None:
+    """Have a method call `instead`, and interrupt behind that. Threads: only the one that registers."""
+    method = getattr(of, name)
+
+    def stopped(self: Any, *given: Any) -> None:
+        if isinstance(self, threading.Thread) and not self.name.startswith("register "):
+            return method(self, *given)
+        instead(self, *given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of, name, stopped)
+
+
+def test_an_interrupt_before_the_thread_is_there_leaves_nothing_to_it(
+    driver: GatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[threading.Thread] = []
+    with monkeypatch.context() as patch:
+        interrupted(patch, threading.Thread, "start", made.append)
+        with pytest.raises(KeyboardInterrupt):
+            mla(driver)
+    assert driver.registered() == 0 and not registration._under_way
+    driver.gates.open()
+    (late,) = made
+    late.start()
+    late.join(LONG)
+    assert not late.is_alive() and driver.registered() == 0
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [(threading.Thread, "start"), (registration.Registration, "begin")],
+    ids=["start", "begin"],
+)
+def test_an_interrupt_while_the_thread_registers_leaves_the_end_to_it(
+    driver: GatedDriver, monkeypatch: pytest.MonkeyPatch, of: Any, name: str
+) -> None:
+    method, gate = getattr(of, name), driver.gates.of("register mla")
+
+    def stands(*given: Any) -> None:
+        method(*given)
+        gate.wait()
+
+    with monkeypatch.context() as patch:
+        interrupted(patch, of, name, stands)
+        with pytest.raises(KeyboardInterrupt):
+            mla(driver)
+    assert driver.registered() == CHUNK and threads() == ["register mla"]
+    gate.let()
+    ended("register mla")
+    assert driver.registered() == 0 and not registration._under_way
+
+
+@pytest.mark.parametrize("register", registration.MODES)
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_interrupt_while_a_chunk_is_registered_leaves_none(
+    driver: GatedDriver, monkeypatch: pytest.MonkeyPatch, behind: bool, register: str
+) -> None:
+    method = driver.register
+    with monkeypatch.context() as patch:
+        interrupted(patch, GatedDriver, "register", lambda _, *at: method(*at) if behind else None)
+        with pytest.raises(KeyboardInterrupt):
+            mla(driver, register=register)
+    assert driver.registered() == 0 and not threads() and not registration._under_way
+
+
 def test_aliases_that_are_not_one_range_stop_the_thread() -> None:
     pins = GatedPins()
     pins.gap_at = 2
