@@ -10,16 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from poolwright.runtime import jit, toolchain
+from poolwright.generated import POOLS, pool_class
+from poolwright.runtime import jit, native, toolchain
 from poolwright.runtime.cache import Key
 from poolwright.runtime.errors import BackendUnavailable, CompileError
 from poolwright.runtime.jit import Unit
 from poolwright.runtime.toolchain import Compiler, Missing
+from poolwright.runtime.tools import cases, samples
 
 HOST = '#include "size.h"\nextern "C" int rows() { return ROWS * size; }\n'
 KERNELS = '#include "size.h"\nextern "C" __global__ void fill(int* out) { out[threadIdx.x] = ROWS * size; }\n'
@@ -304,6 +308,42 @@ exec c++ "$@"
     assert Path(library).read_bytes() == before
     assert entries(root) == [Path(library).parent.name]
     assert starts(root) == 2
+
+
+# ---- another compiler --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ on the PATH: apt-get install clang")
+@pytest.mark.parametrize(
+    "names", [("mla",), pytest.param(POOLS, marks=pytest.mark.slow)], ids=["one pool", "every pool"]
+)
+def test_clang_alone_compiles_the_runtime_and_the_twins(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for tool in ("clang++", "ld"):
+        found = shutil.which(tool)
+        assert found is not None, tool
+        (tmp_path / "bin" / tool).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("POOLWRIGHT_OPTIMIZE", "0")
+    compiler = toolchain.find_cxx()
+    assert isinstance(compiler, Compiler)
+    assert "clang version" in compiler.version and compiler.target
+    kinds = [kind for name in names if (kind := pool_class(name)).spec.components]
+    programs = [
+        cases.sized(
+            kind, samples.samples(kind)[0], next(iter(kind.spec.forms)), next(iter(kind.spec.layouts))
+        )
+        for kind in kinds
+    ]
+    units = [program.unit(entry, 16) for program in programs for entry in ("atoms", "lanes")]
+    runtime, *twins = map(jit.load_host, jit.host_libraries([native.UNIT, *units]))
+    monkeypatch.setattr(native, "library", lambda: runtime)
+    monkeypatch.setattr(native, "_in_host_order", native._in_host_order.__wrapped__)
+    assert list(native.in_host_order(array("I", [7, 3, 10, 20]), 2)) == [3, 7, 20, 10]
+    for program, twin in zip([program for program in programs for _ in range(2)], twins, strict=True):
+        program.check(twin, 16)
 
 
 # ---- no compiler ------------------------------------------------------------------------------
