@@ -26,7 +26,8 @@ NO_TENSORS = (1 << 32) - 1
 @dataclass(frozen=True)
 class Binding:
     """Bound tensors. `views[ident]`: one tensor's bytes for each table entry; axes of the part, then byte.
-    `rows`: the bytes of them that are used."""
+    `align`: the largest power of two up to 16 that divides every address and stride; `rows`: the bytes that
+    are used."""
 
     tensors: tuple[torch.Tensor, ...]
     table: tuple[int, ...]
@@ -58,13 +59,13 @@ def bind(
     kept: list[torch.Tensor] = []
     every: list[apart.Rows] = []
     for name, group in groups:
-        wanted = lists.get(_layer_list(spec, group[0].ident) or "", ())
-        rows = _tensors(spec.name, name, group[0], given[name], wanted, layer_ids)
-        _check_device(spec.name, name, rows, device)
-        kept += rows
-        more, used = _bind_group(program, dtypes, name, group, rows)
-        bound |= more
-        every += used
+        wanted = lists.get(program.lists[group[0].ident] or "", ())
+        where, ids = f"{spec.name}: {name}", wanted if layer_ids is None else layer_ids
+        tensors = _tensors(where, group[0], given[name], wanted, ids)
+        _check_device(where, tensors, device)
+        if tensors:  # else its layer list is empty
+            more, used = _bind_group(program, _expected(program, dtypes, where, group), name, group, tensors)
+            kept, every, bound = [*kept, *tensors], [*every, *used], bound | more
     _check_shared(spec.name, every)
     _check_rows(program, names, bound)
     table: list[int] = []
@@ -80,15 +81,10 @@ def bind(
         table=tuple(table),
         strides=tuple(strides),
         pages=min((one.pages for one in bound.values()), default=NO_TENSORS),
-        align=alignment([*bases, *strides]),
+        align=math.gcd(16, *bases, *strides),
         views={ident: one.views for ident, one in bound.items()},
         rows=tuple(every),
     )
-
-
-def alignment(values: Sequence[int]) -> int:
-    """Largest power of two up to 16 that divides all values."""
-    return math.gcd(16, *values)
 
 
 # ---- what is given ----------------------------------------------------------------------------
@@ -107,15 +103,12 @@ def claim(spec: PoolSpec, names: Sequence[str], given: Mapping[str, object]) -> 
         parts = [other for other in names if other.startswith(f"{name}[")]
         if parts:
             raise ValueError(f"{spec.name}: component {name!r} is repeated: bind {', '.join(parts)}")
-        raise ValueError(
-            f"{spec.name}: tensor {name!r} belongs to no component ({known}); name it in not_carried of "
-            f"{spec.source} if it must not be kept"
-        )
+        step = f"name it in not_carried of {spec.source} if it must not be kept"
+        raise ValueError(f"{spec.name}: tensor {name!r} belongs to no component ({known}); {step}")
     for name in names:
         if name not in given:
-            raise ValueError(
-                f"{spec.name}: no tensor for component {name!r}, got {', '.join(given) or 'none'}"
-            )
+            got = ", ".join(given) or "none"
+            raise ValueError(f"{spec.name}: no tensor for component {name!r}, got {got}")
 
 
 def _is_empty(given: object) -> bool:
@@ -125,47 +118,33 @@ def _is_empty(given: object) -> bool:
     return isinstance(values, Sequence) and all(map(_is_empty, values))
 
 
-def _layer_list(spec: PoolSpec, ident: str) -> str | None:
-    """The layer list of what is placed; a record has that of the components it holds."""
-    held = {r.ident: r.holds[0] for r in spec.records}
-    return next(c.layers for c in spec.components if ident == c.ident or held.get(ident) == c.name)
-
-
 def _tensors(
-    pool: str,
-    name: str,
-    part: DevicePart,
-    given: object,
-    wanted: Sequence[int],
-    layer_ids: Sequence[int] | None,
+    where: str, part: DevicePart, given: object, wanted: Sequence[int], ids: Sequence[int]
 ) -> list[torch.Tensor]:
     """One tensor for each entry of the part's table.
 
-    Layers may come as a sequence, a mapping by id, or stacked in one tensor. A form whose layers are an axis
-    also takes tensors of single layers that lie evenly in one storage.
+    Layers may come as a sequence in the order of `ids`, a mapping by id, or stacked in one tensor. A form
+    whose layers are an axis also takes tensors of single layers that lie evenly in one storage.
     """
-    ids = wanted if layer_ids is None else layer_ids
     if part.table is not None:
-        return layer_tensors(pool, name, given, wanted, ids)
+        return _layer_tensors(where, given, wanted, ids)
     axes = [axis for axis, _, _ in part.axes]
     if isinstance(given, Sequence) and len(given) == 1 and ("layer" not in axes or len(wanted) != 1):
         given = given[0]
     if isinstance(given, torch.Tensor) and ("layer" not in axes or tuple(ids) == tuple(wanted)):
         return [given]
     if axes[0] == "layer" and isinstance(given, Mapping | Sequence | torch.Tensor):
-        return [_stacked(pool, name, layer_tensors(pool, name, given, wanted, ids))]
+        return [_stacked(where, _layer_tensors(where, given, wanted, ids))]
     if isinstance(given, torch.Tensor):
-        raise ValueError(
-            f"{pool}: {name}: one tensor holds all layers, so layer_ids must be {list(wanted)}, "
-            f"got {list(ids)}"
-        )
-    raise ValueError(f"{pool}: {name}: expected one tensor, got {type(given).__name__}")
+        expected = f"one tensor holds all layers, so layer_ids must be {list(wanted)}"
+        raise ValueError(f"{where}: {expected}, got {list(ids)}")
+    raise ValueError(f"{where}: expected one tensor, got {type(given).__name__}")
 
 
-def layer_tensors(
-    pool: str, name: str, given: object, wanted: Sequence[int], ids: Sequence[int]
+def _layer_tensors(
+    where: str, given: object, wanted: Sequence[int], ids: Sequence[int]
 ) -> list[torch.Tensor]:
-    """One tensor for each wanted layer id. `given`: a sequence in the order of `ids`, or a mapping by id."""
+    """One tensor for each wanted layer id."""
     if isinstance(given, Mapping):
         by_id = dict(given)
     elif isinstance(given, Sequence) or (isinstance(given, torch.Tensor) and given.dim()):
@@ -174,23 +153,23 @@ def layer_tensors(
             hint = "name others than the pool's in layer_ids"
             if isinstance(given, torch.Tensor):
                 hint = "one tensor has the layers outermost; give a list where each has its own"
-            raise ValueError(f"{pool}: {name}: expected {len(ids)} layers, got {len(rows)}; {hint}")
+            raise ValueError(f"{where}: expected {len(ids)} layers, got {len(rows)}; {hint}")
         if len(set(ids)) != len(ids):
-            raise ValueError(f"{pool}: layer_ids must differ, got {list(ids)}")
+            raise ValueError(f"{where}: layer_ids must differ, got {list(ids)}")
         by_id = dict(zip(ids, rows, strict=True))
     else:
-        raise ValueError(f"{pool}: {name}: expected one tensor a layer, got {type(given).__name__}")
+        raise ValueError(f"{where}: expected one tensor a layer, got {type(given).__name__}")
     missing = [layer for layer in wanted if layer not in by_id]
     if missing:
-        raise ValueError(f"{pool}: {name}: no tensor for layer {missing[0]}, got layers {list(by_id)}")
+        raise ValueError(f"{where}: no tensor for layer {missing[0]}, got layers {list(by_id)}")
     for layer in wanted:
         if not isinstance(by_id[layer], torch.Tensor):
             got = type(by_id[layer]).__name__
-            raise ValueError(f"{pool}: {name}: layer {layer}: expected a tensor, got {got}")
+            raise ValueError(f"{where}: layer {layer}: expected a tensor, got {got}")
     return [by_id[layer] for layer in wanted]
 
 
-def _stacked(pool: str, name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stacked(where: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """The layers as one tensor over the same memory."""
     first = rows[0]
     steps = {after.data_ptr() - before.data_ptr() for before, after in pairwise(rows)}
@@ -199,18 +178,18 @@ def _stacked(pool: str, name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor
     step = steps.pop() if steps else 0
     if not one_kind or not one_storage or steps or step < 0 or step % first.element_size():
         raise ValueError(
-            f"{pool}: {name}: this form has one tensor with an axis of layers, got {len(rows)} tensors that "
+            f"{where}: this form has one tensor with an axis of layers, got {len(rows)} tensors that "
             f"do not lie one after the other, evenly, in one storage; use a form with a tensor for each layer"
         )
     return first.as_strided((len(rows), *first.shape), (step // first.element_size(), *first.stride()))
 
 
-def _check_device(pool: str, name: str, rows: Sequence[torch.Tensor], device: torch.device) -> None:
+def _check_device(where: str, rows: Sequence[torch.Tensor], device: torch.device) -> None:
     for row in rows:
         if row.device.type != device.type or device.index not in (None, row.device.index):
-            raise ValueError(f"{pool}: {name}: device: expected {device}, got {row.device}")
+            raise ValueError(f"{where}: device: expected {device}, got {row.device}")
         if row.layout is not torch.strided:
-            raise ValueError(f"{pool}: {name}: expected a dense tensor, got {row.layout}; use to_dense()")
+            raise ValueError(f"{where}: expected a dense tensor, got {row.layout}; use to_dense()")
 
 
 # ---- what is expected -------------------------------------------------------------------------
@@ -220,10 +199,10 @@ def _check_device(pool: str, name: str, rows: Sequence[torch.Tensor], device: to
 class Expected:
     """What a tensor must be: (axis, extent or None, bytes a step or None), outermost first.
 
-    `dtype` None: bytes, of whatever dtype.
+    `dtype` None: bytes, of whatever dtype. `where`: pool and component, for messages.
     """
 
-    name: str
+    where: str
     axes: tuple[tuple[str, int | None, int | None], ...]
     dtype: torch.dtype | None
 
@@ -240,56 +219,46 @@ class Bound:
 
 def _bind_group(
     program: SizedProgram,
-    dtypes: Mapping[str, torch.dtype],
+    expected: Expected,
     name: str,
     parts: Sequence[DevicePart],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[dict[str, Bound], list[apart.Rows]]:
     """Check and bind the tensors of one component, or of all that share them; the bytes that they use."""
-    pool = program.spec.name
-    expected = _expected(program, dtypes, name, parts)
     form = program.spec.forms[program.form]
     tokens = program.sizes["page_size"] if "token" in form.order else 1
-    found = [match(pool, expected, t, form.first_row(program.sizes), tokens) for t in tensors]
-    pages = min((one.pages for one in found), default=NO_TENSORS)
-    steps = found[0].strides if found else {axis: 0 for axis, _, _ in expected.axes}
+    found = [_match(expected, t, form.first_row(program.sizes), tokens) for t in tensors]
+    pages, steps = min(one.pages for one in found), found[0].strides
     for at, one in enumerate(found):
         for axis, _, packed in expected.axes:
             if packed is None and one.strides[axis] != steps[axis]:
-                raise ValueError(
-                    f"{pool}: {name}: stride of {axis}: tensor {at} has {one.strides[axis]} bytes, tensor 0 "
-                    f"{steps[axis]}; all layers need one stride"
-                )
-    if found and pages < 1:
-        raise ValueError(
-            f"{pool}: {name}: rows: expected at least one whole page, got shape {tuple(tensors[0].shape)}"
-        )
-    used = []
-    if tensors:
-        run = tensors[0].element_size() if expected.dtype is not None else 1
-        axes = [(steps[axis], pages if extent is None else extent) for axis, extent, _ in expected.axes]
-        _check_apart(pool, expected, axes, run)
-        places = [tensor.data_ptr() + one.first for tensor, one in zip(tensors, found, strict=True)]
-        used = [apart.rows(name, place, run, axes) for place in places]
+                got = f"tensor {at} has {one.strides[axis]} bytes, tensor 0 {steps[axis]}"
+                raise ValueError(f"{expected.where}: stride of {axis}: {got}; all layers need one stride")
+    if pages < 1:
+        got = f"got shape {tuple(tensors[0].shape)}"
+        raise ValueError(f"{expected.where}: rows: expected at least one whole page, {got}")
+    run = tensors[0].element_size() if expected.dtype is not None else 1
+    axes = [(steps[axis], pages if extent is None else extent) for axis, extent, _ in expected.axes]
+    _check_apart(expected, axes, run)
+    places = [tensor.data_ptr() + one.first for tensor, one in zip(tensors, found, strict=True)]
     bound = {}
     for at, part in enumerate(parts):
         inside = 0
         if part.shared is not None:
             inside = at * steps["component"] if part.shared.base is None else part.shared.base
-        firsts = [one.first + inside for one in found]
-        size = program.itemsize(part.ident)
-        pairs = list(zip(tensors, firsts, strict=True))
+        size, addresses = program.itemsize(part.ident), tuple(place + inside for place in places)
+        pairs = zip(tensors, addresses, strict=True)
         bound[part.ident] = Bound(
-            addresses=tuple(tensor.data_ptr() + first for tensor, first in pairs),
+            addresses=addresses,
             strides=tuple(steps[axis] for axis, _, packed in part.axes if packed is None),
             pages=pages,
-            views=tuple(_as_axes(tensor, first, part, pages, steps, size) for tensor, first in pairs),
+            views=tuple(_as_axes(tensor, address, part, pages, steps, size) for tensor, address in pairs),
         )
-    return bound, used
+    return bound, [apart.rows(name, place, run, axes) for place in places]
 
 
 def _expected(
-    program: SizedProgram, dtypes: Mapping[str, torch.dtype], name: str, parts: Sequence[DevicePart]
+    program: SizedProgram, dtypes: Mapping[str, torch.dtype], where: str, parts: Sequence[DevicePart]
 ) -> Expected:
     """One component's axes; of several in one tensor also an axis of components, or bytes if they differ."""
     first = parts[0]
@@ -297,17 +266,17 @@ def _expected(
     record = any(record.ident == first.ident for record in program.spec.records)
     dtype = None if record else next(iter(kinds))
     if first.shared is None:
-        return Expected(name, first.axes, dtype)
+        return Expected(where, first.axes, dtype)
     left = first.axes[: len(first.axes) - first.shared.inner]
     if len(kinds) > 1 or any(part.axes != first.axes for part in parts):
-        return Expected(name, (*left, ("block", first.shared.block, 1)), None)
+        return Expected(where, (*left, ("block", first.shared.block, 1)), None)
     step = None
     if first.shared.base is not None and len(parts) > 1:
         second = parts[1].shared
         assert second is not None and second.base is not None
         step = second.base - first.shared.base
     inner = first.axes[len(left) :]
-    return Expected(name, (*left, ("component", len(parts), step), *inner), dtype)
+    return Expected(where, (*left, ("component", len(parts), step), *inner), dtype)
 
 
 # ---- matching ---------------------------------------------------------------------------------
@@ -322,14 +291,14 @@ class Found:
     strides: Mapping[str, int]
 
 
-def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 0, tokens: int = 1) -> Found:
+def _match(expected: Expected, tensor: torch.Tensor, first_row: int, tokens: int) -> Found:
     """How the tensor is what was expected. Page 0 starts at row `first_row`, `tokens` rows are a page.
 
     Neighbouring axes may be merged or one taken apart, axes of extent 1 may be there or not, there may be
     more rows than pages need. Raises ValueError naming the dimension, what was expected and what was got.
     """
     if expected.dtype is not None and tensor.dtype != expected.dtype:
-        raise ValueError(f"{pool}: {expected.name}: dtype: expected {expected.dtype}, got {tensor.dtype}")
+        raise ValueError(f"{expected.where}: dtype: expected {expected.dtype}, got {tensor.dtype}")
     dims = list(_dims(tensor, expected.dtype is None))
     axes = [axis for axis in expected.axes if axis[1] != 1]
     strides = {name: 0 for name, extent, _ in expected.axes if extent == 1}
@@ -339,14 +308,15 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 
         index, extent, step = dims.pop()
         while axes and extent != 1:
             name, want, packed = axes.pop()
-            if want is None and _items(dims, extent) == math.prod(size or 1 for _, size, _ in axes):
+            left = extent * math.prod(size for _, size, _ in dims)
+            if want is None and left == math.prod(size or 1 for _, size, _ in axes):
                 strides[name] = packed or 0  # exactly one page: what is left is of the axes outside
                 continue
             if packed is not None and packed != step:
                 if tensor.is_contiguous():
-                    raise _shape(pool, expected, tensor)
+                    raise _shape(expected, tensor)
                 raise ValueError(
-                    f"{pool}: {expected.name}: stride of {name} (shape#{index}): expected {packed} bytes, "
+                    f"{expected.where}: stride of {name} (shape#{index}): expected {packed} bytes, "
                     f"got {step}; this form takes packed rows only"
                 )
             strides[name] = step
@@ -357,25 +327,25 @@ def match(pool: str, expected: Expected, tensor: torch.Tensor, first_row: int = 
             while extent < want and dims and dims[-1][2] == extent * step:
                 extent *= dims.pop()[1]  # one axis in several dimensions
                 if extent > want:
-                    raise _shape(pool, expected, tensor)
+                    raise _shape(expected, tensor)
             whole_pages_next = bool(axes) and axes[-1][1] is None  # so rows may be left over
             if want == 0 or (extent % want and not whole_pages_next):
-                raise _shape(pool, expected, tensor)
+                raise _shape(expected, tensor)
             rows = (index, extent) if name == "token" and whole_pages_next else rows
             extent, step = extent // want, step * want
             if extent == 0:
                 axes.pop()
                 pages, strides["page"], extent = 0, step, 1
         if extent != 1:
-            raise _shape(pool, expected, tensor)
+            raise _shape(expected, tensor)
     if dims or any(want is not None for _, want, _ in axes):
-        raise _shape(pool, expected, tensor)
+        raise _shape(expected, tensor)
     strides |= {name: packed or 0 for name, _, packed in axes}
     if rows is not None:
         return Found((rows[1] - first_row) // tokens, first_row * strides["token"], strides)
     if first_row % tokens:
         raise ValueError(
-            f"{pool}: {expected.name}: page 0 starts at row {first_row}, inside a page of {tokens} rows; "
+            f"{expected.where}: page 0 starts at row {first_row}, inside a page of {tokens} rows; "
             f"bind a tensor whose rows are one dimension, got shape {tuple(tensor.shape)}"
         )
     return Found(pages - first_row // tokens, first_row // tokens * strides["page"], strides)
@@ -390,29 +360,22 @@ def _dims(tensor: torch.Tensor, as_bytes: bool) -> Iterator[tuple[int, int, int]
         yield tensor.dim(), size, 1
 
 
-def _items(dims: Sequence[tuple[int, int, int]], extent: int) -> int:
-    """Items of these dimensions and one more extent."""
-    return extent * math.prod(size for _, size, _ in dims)
-
-
-def _shape(pool: str, expected: Expected, tensor: torch.Tensor) -> ValueError:
+def _shape(expected: Expected, tensor: torch.Tensor) -> ValueError:
     want = ", ".join(f"{name}={'any' if extent is None else extent}" for name, extent, _ in expected.axes)
     unit = " bytes" if expected.dtype is None else ""
     return ValueError(
-        f"{pool}: {expected.name}: shape: expected [{want}]{unit} (neighbours may be merged), "
+        f"{expected.where}: shape: expected [{want}]{unit} (neighbours may be merged), "
         f"got {tuple(tensor.shape)}{f' of {tensor.dtype}' if unit else ''}"
     )
 
 
-def _check_apart(pool: str, expected: Expected, axes: Sequence[tuple[int, int]], run: int) -> None:
+def _check_apart(expected: Expected, axes: Sequence[tuple[int, int]], run: int) -> None:
     """No byte may belong to two rows of a tensor. `axes`: (bytes a step, extent) of the expected ones."""
     names = [axis for axis, _, _ in expected.axes]
     for (step, extent), axis in sorted(zip(axes, names, strict=True), key=lambda each: each[0][0]):
         if extent > 1 and step < run:
-            raise ValueError(
-                f"{pool}: {expected.name}: stride of {axis}: rows overlap: expected at least {run} bytes, "
-                f"got {step}"
-            )
+            what = f"{expected.where}: stride of {axis}: rows overlap"
+            raise ValueError(f"{what}: expected at least {run} bytes, got {step}")
         run += step * (extent - 1)
 
 
@@ -453,11 +416,11 @@ def check_between(group: str, bindings: Mapping[str, Binding]) -> None:
 
 
 def _as_axes(
-    tensor: torch.Tensor, first: int, part: DevicePart, pages: int, steps: Mapping[str, int], size: int
+    tensor: torch.Tensor, address: int, part: DevicePart, pages: int, steps: Mapping[str, int], size: int
 ) -> torch.Tensor:
     """The tensor's bytes seen with exactly the axes of the part, and the bytes of one item last."""
     shape = [pages if extent is None else extent for _, extent, _ in part.axes]
     strides = [steps[axis] if step is None else step for axis, _, step in part.axes]
     seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    offset = tensor.storage_offset() * tensor.element_size() + first
-    return seen.set_(tensor.untyped_storage(), offset, [*shape, size], [*strides, 1])
+    storage = tensor.untyped_storage()
+    return seen.set_(storage, address - storage.data_ptr(), [*shape, size], [*strides, 1])

@@ -34,9 +34,9 @@ def move(
     """
     pages, tokens = _ids(batch, program.sizes["page_size"], buffer.device)
     for part in program.device:
-        if not program.present(part.ident) or not views[part.ident]:
+        bound = views.get(part.ident)
+        if bound is None:
             continue  # not there, or its layer list is empty
-        bound = views[part.ident]
         host = host_view(buffer, layout, part.ident, bound[0].shape[-1])
         host_axes = [*(axis for axis, _, _ in layout.part(part.ident).axes), "byte"]
         axes = [*(axis for axis, _, _ in part.axes), "byte"]
