@@ -20,13 +20,19 @@ LONGEST = 80
 
 def refusal(owner: str, name: str, expected: str, value: object, step: str = "") -> ValueError:
     """The error: what was expected, what was got, and the next step."""
-    return ValueError(f"{owner}: {name}: expected {expected}, got {shown(value)}{step and f'; {step}'}")
+    return wrong(owner, name, expected, shown(value), step)
+
+
+def wrong(owner: str, name: str, expected: str, got: object, step: str = "") -> ValueError:
+    """As `refusal`, with what was got in words."""
+    return ValueError(f"{owner}: {name}: expected {expected}, got {got}{step and f'; {step}'}")
 
 
 def shown(value: object) -> str:
     """The value in a message; a tensor by its kind, since its numbers may lie on a device."""
     if isinstance(value, torch.Tensor):
-        layout = "" if value.layout is torch.strided else f"{value.layout} "
+        strided = "" if value.is_contiguous() else "strided "
+        layout = strided if value.layout is torch.strided else f"{value.layout} "
         return f"a {layout}tensor of {value.dtype} {list(value.shape)} on {value.device}"
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from poolwright.runtime.description import HostLayout
+from poolwright.runtime.description import HostLayout, HostPart
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.program import SizedProgram
 
 
-def host_view(buffer: torch.Tensor, layout: HostLayout, ident: str, size: int) -> torch.Tensor:
+def host_view(buffer: torch.Tensor, part: HostPart, size: int) -> torch.Tensor:
     """A component of a host (or staging) buffer: its axes, and the `size` bytes of one item last."""
-    part = layout.part(ident)
     shape = [extent for _, extent, _ in part.axes]
     strides = [step for _, _, step in part.axes]
     return buffer.as_strided([*shape, size], [*strides, 1], buffer.storage_offset() + part.base)
@@ -37,8 +36,8 @@ def move(
         bound = views.get(part.ident)
         if bound is None:
             continue  # not there, or its layer list is empty
-        host = host_view(buffer, layout, part.ident, bound[0].shape[-1])
-        host_axes = [*(axis for axis, _, _ in layout.part(part.ident).axes), "byte"]
+        here = layout.part(part.ident)
+        host, host_axes = host_view(buffer, here, bound[0].shape[-1]), [*(a for a, _, _ in here.axes), "byte"]
         axes = [*(axis for axis, _, _ in part.axes), "byte"]
         wanted = None if layers is None else layers[program.lists[part.ident]]
         for layer in _layers(host, host_axes, wanted):

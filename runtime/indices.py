@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from poolwright.runtime import native
+from poolwright.runtime.arguments import refusal, wrong
 from poolwright.runtime.driver import Memory
 from poolwright.runtime.native import (
     ALLOCATED,
@@ -145,9 +146,9 @@ def batch(
 ) -> Batch:
     """Check both lists and bring them into one unit. Raises ValueError before anything is submitted."""
     if level not in LEVELS:
-        raise ValueError(f"{limits.pool}: validate: expected one of {', '.join(LEVELS)}, got {level!r}")
+        raise refusal(limits.pool, "validate", f"one of {', '.join(LEVELS)}", level)
     if unit not in UNITS:
-        raise ValueError(f"{limits.pool}: unit: expected token or page, got {unit!r}")
+        raise refusal(limits.pool, "unit", "token or page", unit)
     host_wide = _WIDE.get(host.dtype) if isinstance(host, torch.Tensor) else None
     device_wide = _WIDE.get(device.dtype) if isinstance(device, torch.Tensor) else None
     if host_wide is None or host.dim() != 1 or host.layout is not DENSE:
@@ -155,15 +156,11 @@ def batch(
     if device_wide is None or device.dim() != 1 or device.layout is not DENSE:
         raise _not_a_list(limits, "device ids", device)
     if not host.is_cpu:
-        raise ValueError(
-            f"{limits.pool}: host ids: expected a CPU tensor, got {host.device}; keep them on the CPU"
-        )
+        raise wrong(limits.pool, "host ids", "a CPU tensor", host.device, "keep them on the CPU")
     count, others = host.numel(), device.numel()
     if count != others:
-        raise ValueError(
-            f"{limits.pool}: expected as many host ids as device ids, got {count} and {others}; "
-            f"pair each host id with its device id"
-        )
+        expected = f"expected as many host ids as device ids, got {count} and {others}"
+        raise ValueError(f"{limits.pool}: {expected}; pair each host id with its device id")
     asked = (host_wide and HOST_WIDE) + (device_wide and DEVICE_WIDE)
     if level != "off":
         asked += HOST_ONCE if writes_host else DEVICE_ONCE
@@ -172,18 +169,13 @@ def batch(
     if unit == "token":
         count, left = divmod(count, limits.page_size)
         if left:
-            raise ValueError(
-                f"{limits.pool}: expected whole pages of {limits.page_size} ids, got {others} ids; "
-                f"pad the last page or leave it out"
-            )
+            expected = f"expected whole pages of {limits.page_size} ids, got {others} ids"
+            raise ValueError(f"{limits.pool}: {expected}; pad the last page or leave it out")
         asked += BY_TOKEN
     if not device.is_cpu:
         if device.device.type != limits.device.type:
             places = "cpu" if limits.device.type == "cpu" else f"cpu or {limits.device}"
-            raise ValueError(
-                f"{limits.pool}: device ids: expected a tensor on {places}, got {device.device}; "
-                f"move it there"
-            )
+            raise wrong(limits.pool, "device ids", f"a tensor on {places}", device.device, "move it there")
         return _device_batch(limits, host, device, count, asked, level)
     here = host if host.is_contiguous() else host.contiguous()
     there = device if device.is_contiguous() else device.contiguous()
@@ -198,58 +190,51 @@ def batch(
 
 def _not_a_list(limits: Limits, name: str, ids: object) -> ValueError:
     """Why `ids` are no list of ids."""
+    pool = limits.pool
     if not isinstance(ids, torch.Tensor):
-        got = type(ids).__name__
-        return ValueError(f"{limits.pool}: {name}: expected a tensor, got {got}; wrap them in torch.tensor")
+        return wrong(pool, name, "a tensor", type(ids).__name__, "wrap them in torch.tensor")
     if ids.layout is not DENSE:
-        return ValueError(f"{limits.pool}: {name}: expected a dense tensor, got {ids.layout}; use to_dense()")
+        return wrong(pool, name, "a dense tensor", ids.layout, "use to_dense()")
     if ids.dtype not in _WIDE:
-        return ValueError(
-            f"{limits.pool}: {name}: dtype: expected int32 or int64, got {ids.dtype}; use .to(torch.int64)"
-        )
-    return ValueError(
-        f"{limits.pool}: {name}: expected one dimension, got shape {tuple(ids.shape)}; use reshape(-1)"
-    )
+        return wrong(pool, f"{name}: dtype", "int32 or int64", ids.dtype, "use .to(torch.int64)")
+    return wrong(pool, name, "one dimension", f"shape {tuple(ids.shape)}", "use reshape(-1)")
 
 
-def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, wrong: int, unit: str) -> ValueError:
+def _refused(limits: Limits, host: torch.Tensor, device: torch.Tensor, found: int, unit: str) -> ValueError:
     """Why whole pages are refused, as the check tells it."""
     per_page = limits.page_size if unit == "token" else 1
     here, there = ([i // per_page for i in ids.tolist()[::per_page]] for ids in (host, device))
     word = "ids" if per_page == 1 else "pages"
-    if wrong == native.HOST_OUTSIDE:
+    if found == native.HOST_OUTSIDE:
         return _out_of_range(limits, f"host {word}", here, limits.host_pages, unit)
-    if wrong == native.DEVICE_OUTSIDE:
+    if found == native.DEVICE_OUTSIDE:
         return _out_of_range(limits, f"device {word}", there, limits.device_pages, unit)
-    if wrong == native.RESERVED:
+    if found == native.RESERVED:
         return _reserved(limits, there)
-    if wrong == native.HOST_IDLE:
+    if found == native.HOST_IDLE:
         return _idle(limits, here)
-    if wrong == native.HOST_TWICE:
+    if found == native.HOST_TWICE:
         return _twice(limits, "host ids", "page", here)
     return _twice(limits, "device ids", "page", there)
 
 
 def _out_of_range(limits: Limits, name: str, ids: Sequence[int], end: int, unit: str) -> ValueError:
-    wrong = next(i for i in ids if i < 0 or i >= end)
+    got = next(i for i in ids if i < 0 or i >= end)
     step = "pass what alloc returned" if name.startswith("host") else "pass rows of the bound tensors"
     step += f", divided by {limits.page_size}" if unit == "page" and limits.page_size > 1 else ""
-    return ValueError(f"{limits.pool}: {name}: expected 0 to {end - 1}, got {wrong}; {step}")
+    return wrong(limits.pool, name, f"0 to {end - 1}", got, step)
 
 
 def _twice(limits: Limits, name: str, unit: str, ids: Sequence[int]) -> ValueError:
     seen: set[int] = set()
     twice = next(i for i in ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
-    return ValueError(
-        f"{limits.pool}: {name}: {unit} {twice} stands twice in one list; a destination may be written once: "
-        f"leave one out"
-    )
+    what = f"{limits.pool}: {name}: {unit} {twice} stands twice in one list"
+    return ValueError(f"{what}; a destination may be written once: leave one out")
 
 
 def _idle(limits: Limits, pages: Iterable[int]) -> ValueError:
-    """The first of these host pages that is not allocated."""
     assert limits.slots is not None
-    page = next((page for page in pages if not limits.slots.taken[page]), None)
+    page = limits.slots.idle(pages)
     return ValueError(f"{limits.pool}: host page {page} is not allocated; pass what alloc returned")
 
 
@@ -262,7 +247,12 @@ def _token_batch(
     limits: Limits, host: torch.Tensor, device: torch.Tensor, level: str, writes_host: bool
 ) -> Batch:
     """Tokens of pages that are not whole or not in order, on either side."""
-    _need_tokens(limits, level)
+    state = f"{limits.pool}: the tokens of a page are scattered or out of order"
+    if not limits.tokens:
+        raise ValueError(f"{state}, and a component of this pool has no token axis; hand over whole pages")
+    if level == "full":
+        step = "hand over whole pages, or leave it 'cheap'"
+        raise ValueError(f"{state}, which validate='full' refuses; {step}")
     here = _token_numbers(limits, "host ids", host, limits.host_pages * limits.page_size)
     there = _token_numbers(limits, "device ids", device, limits.device_pages * limits.page_size)
     device_pages = _pages_of(device, limits.page_size)
@@ -272,9 +262,9 @@ def _token_batch(
         name, written = ("host ids", host) if writes_host else ("device ids", device)
         if torch.unique(written).numel() != written.numel():
             raise _twice(limits, name, "token", written.tolist())
-    pages = _pages_of(host, limits.page_size)
-    if level != "off" and limits.slots is not None and limits.slots.unallocated(pages):
-        raise _idle(limits, sorted(pages))
+    pages, slots = _pages_of(host, limits.page_size), limits.slots
+    if level != "off" and slots is not None and slots.in_use and slots.idle(pages) is not None:
+        raise _idle(limits, pages)
     return Batch("tokens", here + there, len(here), 0, pages, device_pages)
 
 
@@ -290,19 +280,6 @@ def _token_numbers(limits: Limits, name: str, ids: torch.Tensor, end: int) -> ar
 def _pages_of(ids: torch.Tensor, page_size: int) -> set[int]:
     pages = torch.unique_consecutive(ids.div(page_size, rounding_mode="floor"))
     return set(pages.tolist())
-
-
-def _need_tokens(limits: Limits, level: str) -> None:
-    if not limits.tokens:
-        raise ValueError(
-            f"{limits.pool}: the tokens of a page are scattered or out of order, and a component of this "
-            f"pool has no token axis; hand over whole pages"
-        )
-    if level == "full":
-        raise ValueError(
-            f"{limits.pool}: the tokens of a page are scattered or out of order, which validate='full' "
-            f"refuses; hand over whole pages, or leave it 'cheap'"
-        )
 
 
 def _device_batch(
@@ -323,10 +300,9 @@ def _device_batch(
     if level != "full":
         return Batch(named, ids, count, runs, on_device=_numbers(limits, device, per_page))
     clean, skipped = _cleaned(limits, device, per_page)
-    pages = ids
 
     def bad() -> Sequence[int]:
-        return [page for page, skip in zip(pages, skipped.tolist(), strict=True) if skip]
+        return [page for page, skip in zip(ids, skipped.tolist(), strict=True) if skip]
 
     return Batch(named, ids, count, runs, on_device=_numbers(limits, clean, per_page), bad=bad)
 
@@ -354,8 +330,8 @@ def _cleaned(limits: Limits, device: torch.Tensor, per_page: int) -> tuple[torch
     ids = device.to(torch.int64).reshape(-1, per_page)
     first = ids[:, :1]
     steps = torch.arange(per_page, device=device.device)
-    wrong = (ids != first + steps).any(1) | (first[:, 0] % per_page != 0)
-    wrong |= (ids < 0).any(1) | (ids >= limits.device_pages * per_page).any(1)
+    bad = (ids != first + steps).any(1) | (first[:, 0] % per_page != 0)
+    bad |= (ids < 0).any(1) | (ids >= limits.device_pages * per_page).any(1)
     for page in limits.reserved:
-        wrong |= first[:, 0] == page * per_page
-    return torch.where(wrong[:, None], -1, ids).reshape(-1), wrong
+        bad |= first[:, 0] == page * per_page
+    return torch.where(bad[:, None], -1, ids).reshape(-1), bad

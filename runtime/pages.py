@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, NoReturn, overload
+from typing import ClassVar, Literal, NamedTuple, overload
 
 import torch
 
@@ -115,7 +115,9 @@ class Pages:
         self._alive()
         wanted = scalars.index(page_size_bytes)
         if wanted is None or wanted < 1:
-            self._refuse("is_stride_page_aligned", "a number of bytes from 1", page_size_bytes, "pass 4096")
+            raise self._wrong(
+                "is_stride_page_aligned", "a number of bytes from 1", page_size_bytes, "pass 4096"
+            )
         base = self.kv_buffer.data_ptr()
         sizes = [size for span in self._spans for size in (base + span.start, span.nbytes)]
         return math.gcd(*sizes) % wanted == 0
@@ -127,7 +129,7 @@ class Pages:
         self._alive()
         number = scalars.index(page)
         if number is None or not 0 <= number < self.page_num:
-            self._refuse("page_objects", f"a page of 0 to {self.page_num - 1}", page, "ids // page_size")
+            raise self._wrong("page_objects", f"a page of 0 to {self.page_num - 1}", page, "ids // page_size")
         self._settle({number}, True)
         base = self.kv_buffer.data_ptr()
         return tuple(
@@ -205,38 +207,36 @@ class Pages:
     @cached_property
     def _padded(self) -> bool:
         """Whether a page has bytes that belong to no component."""
-        items = 0
-        for part in self.program.host(1).parts:
-            if self.program.present(part.ident):
-                extents = (extent for _, extent, _ in part.axes)
-                items += self.program.itemsize(part.ident) * math.prod(extents)
-        return items < self.page_bytes
+        return self.page_bytes > sum(
+            self.program.itemsize(part.ident) * math.prod(extent for _, extent, _ in part.axes)
+            for part in self._placed(1)
+        )
 
     @cached_property
     def _lone(self) -> HostPart | None:
         """The component, or record, that is every byte of a page, where the page is one range."""
-        there = [part for part in self.program.host(1).parts if self.program.present(part.ident)]
-        whole = len(there) == len(self._spans) == 1 and not self._padded
-        return there[0] if whole else None
+        there = self._placed(self.page_num)
+        return there[0] if len(there) == len(self._spans) == 1 and not self._padded else None
+
+    def _placed(self, pages: int) -> list[HostPart]:
+        """The components and records that have bytes, as they lie in a buffer of so many pages."""
+        return [part for part in self.program.host(pages).parts if self.program.present(part.ident)]
 
     def _shaped(self, page: int) -> torch.Tensor:
         """The page with the axes and the dtype of its one component."""
         assert self._lone is not None
-        ident, size = self._lone.ident, self.program.itemsize(self._lone.ident)
-        at = [axis for axis, _, _ in self._lone.axes].index("page")
-        seen = host_view(self.kv_buffer, self.program.host(self.page_num), ident, size).select(at, page)
-        return seen.view(self.program.dtype(self.dtypes, ident)).squeeze(-1)
+        seen = self._component(self.kv_buffer, self._lone, page)
+        return seen.view(self.program.dtype(self.dtypes, self._lone.ident)).squeeze(-1)
+
+    def _component(self, buffer: torch.Tensor, part: HostPart, page: int) -> torch.Tensor:
+        """One component of a page of a buffer: its other axes, and the bytes of one item last."""
+        at = [axis for axis, _, _ in part.axes].index("page")
+        return host_view(buffer, part, self.program.itemsize(part.ident)).select(at, page)
 
     def _set_components(self, page: int, data_page: torch.Tensor) -> None:
         """Copy what belongs to components. A padded page is one range, and so a buffer of one page."""
-        one, all_pages = self.program.host(1), self.program.host(self.page_num)
-        for part in one.parts:
-            if not self.program.present(part.ident):
-                continue
-            size = self.program.itemsize(part.ident)
-            at = [axis for axis, _, _ in part.axes].index("page")
-            source = host_view(data_page, one, part.ident, size).select(at, 0)
-            host_view(self.kv_buffer, all_pages, part.ident, size).select(at, page).copy_(source)
+        for one, ours in zip(self._placed(1), self._placed(self.page_num), strict=True):
+            self._component(self.kv_buffer, ours, page).copy_(self._component(data_page, one, 0))
 
     def _views(self, page: int) -> list[torch.Tensor]:
         return [
@@ -264,15 +264,13 @@ class Pages:
         """`split_factor`, if every object can be cut into so many parts of as many heads."""
         count = scalars.index(split_factor)
         if count is None or count < 1:
-            self._refuse(call, "a split_factor from 1", split_factor, "pass 1 for whole objects")
-        for part in self.program.host(1).parts if count > 1 else ():
-            if not self.program.present(part.ident):
-                continue
+            raise self._wrong(call, "a split_factor from 1", split_factor, "pass 1 for whole objects")
+        for part in self._placed(1) if count > 1 else ():
             name, extent, whole = self._outermost(part)
             if name in ("token", "layer") or not whole or extent % count:
                 got = f"{count} for {extent} of {name}"
                 expected = "a split_factor that divides the heads, outermost in a page"
-                self._refuse(call, expected, got, "use a layout such as page_head")
+                raise self._wrong(call, expected, got, "use a layout such as page_head")
         return count
 
     def _outermost(self, part: HostPart) -> tuple[str, int, bool]:
@@ -305,7 +303,7 @@ class Pages:
             first = ids[0]
             ids = list(range(first, first + self.page_size))
         if len(ids) != self.page_size:
-            self._refuse(call, "one page", f"{len(ids)} ids", "pass the id of the page's first token")
+            raise self._wrong(call, "one page", f"{len(ids)} ids", "pass the id of the page's first token")
         return self._whole_pages(call, ids)[0]
 
     def _pages(self, call: str, indices: torch.Tensor | Iterable[int]) -> list[int]:
@@ -319,42 +317,35 @@ class Pages:
             if whole and indices.is_cpu and indices.dtype in (torch.int32, torch.int64):
                 found: list[int] = indices.tolist()
                 return found
-            got = f"{indices.dtype} {list(indices.shape)} on {indices.device}"
-            got = got if indices.layout is torch.strided else f"{indices.layout} {got}"
-            self._refuse(call, "int32 or int64 [n] on cpu", got, "pass ids that alloc returned")
+            got = arguments.shown(indices)
+            raise self._wrong(call, "int32 or int64 [n] on cpu", got, "pass ids that alloc returned")
         try:
             numbers = [scalars.index(i) for i in indices]  # type: ignore[attr-defined]
         except TypeError:  # nothing that can be walked
             numbers = [None]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers):
-            self._refuse(call, "integers", repr(indices), "pass ids that alloc returned")
+            raise self._wrong(call, "integers", repr(indices), "pass ids that alloc returned")
         return known
 
     def _whole_pages(self, call: str, ids: list[int]) -> list[int]:
         size, end = self.page_size, self.page_size * self.page_num
         whole = f"whole pages of ids (page size {size}, ids below {end}), the tokens of each in order"
         if len(ids) % size:
-            self._refuse(call, whole, f"{len(ids)} ids", "pad the last page or leave it out")
+            raise self._wrong(call, whole, f"{len(ids)} ids", "pad the last page or leave it out")
         for at in range(0, len(ids), size):
             page, first = ids[at : at + size], ids[at]
             if first % size or not 0 <= first < end or page != list(range(first, first + size)):
-                self._refuse(call, whole, f"ids from {first} on", "pass ids that alloc returned")
+                raise self._wrong(call, whole, f"ids from {first} on", "pass ids that alloc returned")
         return [first // size for first in ids[::size]]
 
     def _check_flat(self, data_page: torch.Tensor) -> None:
-        call, hint = "set_from_flat_data_page", "pass what get_data_page gave"
-        expected = f"contiguous torch.uint8 [{self.page_bytes}] on cpu"
-        if not isinstance(data_page, torch.Tensor):
-            self._refuse(call, expected, type(data_page).__name__, hint)
-        if data_page.layout is not torch.strided:
-            self._refuse(call, expected, arguments.shown(data_page), hint)
-        shape, known = tuple(data_page.shape), data_page.dtype == torch.uint8 and data_page.is_cpu
-        if not known or shape != (self.page_bytes,) or not data_page.is_contiguous():
-            strided = "" if data_page.is_contiguous() else "strided "
-            self._refuse(
-                call, expected, f"{strided}{data_page.dtype} {list(shape)} on {data_page.device}", hint
-            )
+        kind = (torch.uint8, torch.strided, "cpu", (self.page_bytes,))
+        t = data_page
+        fits = isinstance(t, torch.Tensor) and (t.dtype, t.layout, t.device.type, tuple(t.shape)) == kind
+        if not fits or not t.is_contiguous():
+            expected, got = f"contiguous torch.uint8 [{self.page_bytes}] on cpu", arguments.shown(data_page)
+            raise self._wrong("set_from_flat_data_page", expected, got, "pass what get_data_page gave")
 
-    def _refuse(self, call: str, expected: str, got: object, hint: str) -> NoReturn:
-        raise ValueError(f"{self.spec.name}: {call}: expected {expected}, got {got}: {hint}")
+    def _wrong(self, call: str, expected: str, got: object, step: str) -> ValueError:
+        return arguments.wrong(self.spec.name, call, expected, got, step)

@@ -352,8 +352,6 @@ class HostPool(Pages):
         slots = self._own_slots("free")
         if after is not None and not isinstance(after, Ticket):
             raise arguments.refusal(self.name, "free: after", "a ticket", after)
-        if isinstance(ids, torch.Tensor) and ids.layout is not torch.strided:
-            raise arguments.refusal(self.name, "free", "a dense tensor", ids, "use to_dense()")
         pages = slots.pages_of(ids)
         busy = self._transfers.in_flight(self._numbers, set(pages), after)
         if busy is not None:
@@ -627,8 +625,8 @@ class HostPool(Pages):
         for a component that is not there, and where a slot is smaller than a page."""
         if not self.program.present(ident) or not self.staging_pages:
             return None
-        layout = self.host_layout(self.staging_pages)
-        return host_view(memory.tensor, layout, ident, self.program.itemsize(ident))
+        part = self.host_layout(self.staging_pages).part(ident)
+        return host_view(memory.tensor, part, self.program.itemsize(ident))
 
     def _ring(self) -> Ring | None:
         if self.staging is None:

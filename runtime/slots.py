@@ -15,10 +15,10 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 
+from poolwright.runtime import arguments
 from poolwright.runtime.registration import Registration
 
 
@@ -96,7 +96,11 @@ class Slots:
 
         Raises ValueError, naming `call`, for anything but whole, allocated pages, each named once.
         """
-        self._check_ids(call, ids)
+        kind = (torch.int64, torch.strided, "cpu", 1)
+        if not isinstance(ids, torch.Tensor) or (ids.dtype, ids.layout, ids.device.type, ids.dim()) != kind:
+            expected, step = "a dense tensor of torch.int64 [n] on cpu", "pass what alloc returned"
+            raise arguments.refusal(self.pool, call, expected, ids, step)
+        self._check_count(call, ids.numel())
         size = self.page_size
         values: list[int] = ids.tolist()
         values.sort()
@@ -104,8 +108,8 @@ class Slots:
             first = values[at]
             if first % size or values[at : at + size] != list(range(first, first + size)):
                 got = f"an id missing or twice in page {first // size}"
-                hint = "free the ids that alloc returned"
-                self._refuse(call, got, f"every page whole (page size {size})", hint)
+                step = "free the ids that alloc returned"
+                raise self._wrong(call, f"every page whole (page size {size})", got, step)
         pages = [first // size for first in values[::size]]
         with self._lock:
             self._check_pages(call, pages)
@@ -128,10 +132,6 @@ class Slots:
         """The least of these pages (all of the pool) that is not allocated, or None."""
         return min((page for page in pages if not self.taken[page]), default=None)
 
-    def unallocated(self, pages: Iterable[int]) -> bool:
-        """Whether one of these pages (all of the pool) is not allocated; never while nothing ever was."""
-        return self.in_use and not all(self.taken[page] for page in pages)
-
     def _take(self, count: int) -> list[int]:
         fresh = min(count, self.ready() - self._fresh)
         taken = list(range(self._fresh, self._fresh + fresh))
@@ -151,27 +151,19 @@ class Slots:
     def _check_pages(self, call: str, pages: Sequence[int]) -> None:
         outside = next((page for page in pages if not 0 <= page < self.pages), None)
         if outside is not None:
-            self._refuse(call, f"page {outside}", f"pages below {self.pages}", "pass allocated ids")
+            raise self._wrong(call, f"pages below {self.pages}", f"page {outside}", "pass allocated ids")
         if len(set(pages)) != len(pages):
             twice = next(one for one, other in itertools.pairwise(sorted(pages)) if one == other)
-            self._refuse(call, f"page {twice} twice", "each page once", "drop the duplicate")
-        idle = next((page for page in pages if not self.taken[page]), None)
+            raise self._wrong(call, "each page once", f"page {twice} twice", "drop the duplicate")
+        idle = self.idle(pages)
         if idle is not None:
-            got = f"page {idle}, which is not allocated"
-            self._refuse(call, got, "allocated pages", "free a page once, and not after clear()")
-
-    def _check_ids(self, call: str, ids: torch.Tensor) -> None:
-        if not isinstance(ids, torch.Tensor):
-            self._refuse(call, type(ids).__name__, "a torch.Tensor", "wrap the ids in torch.tensor")
-        if ids.dtype != torch.int64 or not ids.is_cpu or ids.dim() != 1:
-            got = f"{ids.dtype} {list(ids.shape)} on {ids.device}"
-            self._refuse(call, got, "torch.int64 [n] on cpu", "pass what alloc returned")
-        self._check_count(call, ids.numel())
+            got, step = f"page {idle}, which is not allocated", "free a page once, and not after clear()"
+            raise self._wrong(call, "allocated pages", got, step)
 
     def _check_count(self, call: str, count: int) -> None:
         if count < 0 or count % self.page_size:
             expected = f"a multiple of page size {self.page_size}, not negative"
-            self._refuse(call, f"{count} ids", expected, "pad a partial page to a whole one")
+            raise self._wrong(call, expected, f"{count} ids", "pad a partial page to a whole one")
 
-    def _refuse(self, call: str, got: str, expected: str, hint: str) -> NoReturn:
-        raise ValueError(f"{self.pool}: {call}: expected {expected}, got {got}: {hint}")
+    def _wrong(self, call: str, expected: str, got: str, step: str) -> ValueError:
+        return arguments.wrong(self.pool, call, expected, got, step)

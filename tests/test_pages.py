@@ -427,64 +427,64 @@ GIVEN = "pass ids that alloc returned"
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p.get_data_page(2), f"get_data_page: {WHOLE}, got ids from 2 on: {GIVEN}"),
-        (lambda p: p.get_data_page(24), f"get_data_page: {WHOLE}, got ids from 24 on: {GIVEN}"),
-        (lambda p: p.get_data_page(-4), f"get_data_page: {WHOLE}, got ids from -4 on: {GIVEN}"),
-        (lambda p: p.get_data_page([4, 5, 7, 6]), f"get_data_page: {WHOLE}, got ids from 4 on: {GIVEN}"),
+        (lambda p: p.get_data_page(2), f"get_data_page: {WHOLE}, got ids from 2 on; {GIVEN}"),
+        (lambda p: p.get_data_page(24), f"get_data_page: {WHOLE}, got ids from 24 on; {GIVEN}"),
+        (lambda p: p.get_data_page(-4), f"get_data_page: {WHOLE}, got ids from -4 on; {GIVEN}"),
+        (lambda p: p.get_data_page([4, 5, 7, 6]), f"get_data_page: {WHOLE}, got ids from 4 on; {GIVEN}"),
         (
             lambda p: p.get_data_page(torch.arange(8)),
-            "get_data_page: expected one page, got 8 ids: pass the id of the page's first token",
+            "get_data_page: expected one page, got 8 ids; pass the id of the page's first token",
         ),
         (
             lambda p: p.get_data_page([]),
-            "get_data_page: expected one page, got 0 ids: pass the id of the page's first token",
+            "get_data_page: expected one page, got 0 ids; pass the id of the page's first token",
         ),
-        (lambda p: p.get_data_page("4"), f"get_data_page: expected integers, got '4': {GIVEN}"),
-        (lambda p: p.get_data_page(4.0), f"get_data_page: expected integers, got (4.0,): {GIVEN}"),
+        (lambda p: p.get_data_page("4"), f"get_data_page: expected integers, got '4'; {GIVEN}"),
+        (lambda p: p.get_data_page(4.0), f"get_data_page: expected integers, got (4.0,); {GIVEN}"),
         (
             lambda p: p.get_data_page(torch.tensor(4.0)),
-            f"get_data_page: {CPU}, got torch.float32 [1] on cpu: {GIVEN}",
+            f"get_data_page: {CPU}, got a tensor of torch.float32 [1] on cpu; {GIVEN}",
         ),
         (
             lambda p: p.get_page_buffer_meta(torch.arange(7)),
-            f"get_page_buffer_meta: {WHOLE}, got 7 ids: pad the last page or leave it out",
+            f"get_page_buffer_meta: {WHOLE}, got 7 ids; pad the last page or leave it out",
         ),
         (
             lambda p: p.get_page_buffer_meta([0, 1, 2, 3, 9, 10, 11, 12]),
-            f"get_page_buffer_meta: {WHOLE}, got ids from 9 on: {GIVEN}",
+            f"get_page_buffer_meta: {WHOLE}, got ids from 9 on; {GIVEN}",
         ),
         (
             lambda p: p.get_page_buffer_meta(torch.arange(8).view(2, 4)),
-            f"get_page_buffer_meta: {CPU}, got torch.int64 [2, 4] on cpu: {GIVEN}",
+            f"get_page_buffer_meta: {CPU}, got a tensor of torch.int64 [2, 4] on cpu; {GIVEN}",
         ),
         (
             lambda p: p.get_page_buffer_meta(torch.arange(4, device="meta")),
-            f"get_page_buffer_meta: {CPU}, got torch.int64 [4] on meta: {GIVEN}",
+            f"get_page_buffer_meta: {CPU}, got a tensor of torch.int64 [4] on meta; {GIVEN}",
         ),
         (
             lambda p: p.set_from_flat_data_page(1, p.get_dummy_flat_data_page()),
-            f"set_from_flat_data_page: {WHOLE}, got ids from 1 on: {GIVEN}",
+            f"set_from_flat_data_page: {WHOLE}, got ids from 1 on; {GIVEN}",
         ),
         (
             lambda p: p.page_objects(6),
-            "page_objects: expected a page of 0 to 5, got 6: ids // page_size",
+            "page_objects: expected a page of 0 to 5, got 6; ids // page_size",
         ),
         (
             lambda p: p.page_ranges(-1),
-            "page_objects: expected a page of 0 to 5, got -1: ids // page_size",
+            "page_objects: expected a page of 0 to 5, got -1; ids // page_size",
         ),
         (
             lambda p: p.is_stride_page_aligned(0),
-            "is_stride_page_aligned: expected a number of bytes from 1, got 0: pass 4096",
+            "is_stride_page_aligned: expected a number of bytes from 1, got 0; pass 4096",
         ),
         (
             lambda p: p.get_page_buffer_element_size(0),
-            "get_page_buffer_element_size: expected a split_factor from 1, got 0: pass 1 for whole objects",
+            "get_page_buffer_element_size: expected a split_factor from 1, got 0; pass 1 for whole objects",
         ),
         (
             lambda p: p.get_split_heads_page_buffer_meta(range(4), 2),
             "get_split_heads_page_buffer_meta: expected a split_factor that divides the heads, outermost in "
-            "a page, got 2 for 4 of token: use a layout such as page_head",
+            "a page, got 2 for 4 of token; use a layout such as page_head",
         ),
     ],
 )
@@ -506,14 +506,14 @@ def test_a_split_that_does_not_divide_the_heads() -> None:
 @pytest.mark.parametrize(
     ("page", "got"),
     [
-        (torch.zeros(79, dtype=torch.uint8), "torch.uint8 [79] on cpu"),
-        (torch.zeros(81, dtype=torch.uint8), "torch.uint8 [81] on cpu"),
-        (torch.zeros(2, 40, dtype=torch.uint8), "torch.uint8 [2, 40] on cpu"),
-        (torch.zeros(80, dtype=torch.int8), "torch.int8 [80] on cpu"),
-        (torch.zeros(40, dtype=torch.bfloat16), "torch.bfloat16 [40] on cpu"),
-        (torch.zeros(80, dtype=torch.uint8, device="meta"), "torch.uint8 [80] on meta"),
-        (torch.zeros(160, dtype=torch.uint8)[::2], "strided torch.uint8 [80] on cpu"),
-        (b"\0" * 80, "bytes"),
+        (torch.zeros(79, dtype=torch.uint8), "a tensor of torch.uint8 [79] on cpu"),
+        (torch.zeros(81, dtype=torch.uint8), "a tensor of torch.uint8 [81] on cpu"),
+        (torch.zeros(2, 40, dtype=torch.uint8), "a tensor of torch.uint8 [2, 40] on cpu"),
+        (torch.zeros(80, dtype=torch.int8), "a tensor of torch.int8 [80] on cpu"),
+        (torch.zeros(40, dtype=torch.bfloat16), "a tensor of torch.bfloat16 [40] on cpu"),
+        (torch.zeros(80, dtype=torch.uint8, device="meta"), "a tensor of torch.uint8 [80] on meta"),
+        (torch.zeros(160, dtype=torch.uint8)[::2], "a strided tensor of torch.uint8 [80] on cpu"),
+        (bytes(80), f"{bytes(80)!r:.80}..."),
     ],
 )
 def test_a_page_that_is_no_flat_page_is_refused(page: Any, got: str) -> None:
@@ -522,7 +522,7 @@ def test_a_page_that_is_no_flat_page_is_refused(page: Any, got: str) -> None:
     with pytest.raises(ValueError) as caught:
         pool.set_from_flat_data_page(4, page)
     assert str(caught.value) == (
-        f"mla: set_from_flat_data_page: expected contiguous torch.uint8 [80] on cpu, got {got}: "
+        f"mla: set_from_flat_data_page: expected contiguous torch.uint8 [80] on cpu, got {got}; "
         "pass what get_data_page gave"
     )
     assert bool((pool.kv_buffer == 7).all())

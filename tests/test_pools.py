@@ -130,8 +130,8 @@ def test_unaligned_counts(pool: Any) -> None:
     taken = pool.alloc(PAGE)
     expected = "expected a multiple of page size 4, not negative"
     pad = "pad a partial page to a whole one"
-    refused(lambda: pool.alloc(PAGE + 1), f"mla: alloc: {expected}, got 5 ids: {pad}")
-    refused(lambda: pool.free(taken[:3]), f"mla: free: {expected}, got 3 ids: {pad}")
+    refused(lambda: pool.alloc(PAGE + 1), f"mla: alloc: {expected}, got 5 ids; {pad}")
+    refused(lambda: pool.free(taken[:3]), f"mla: free: {expected}, got 3 ids; {pad}")
     for move in (pool.write_back, pool.load):
         refused(
             lambda move=move: move(taken[:3], taken[:3]),
@@ -144,7 +144,7 @@ def test_double_free(pool: Any) -> None:
     taken = pool.alloc(PAGE)
     pool.free(taken)
     message = (
-        "mla: free: expected allocated pages, got page 0, which is not allocated: "
+        "mla: free: expected allocated pages, got page 0, which is not allocated; "
         "free a page once, and not after clear()"
     )
     refused(lambda: pool.free(taken), message)

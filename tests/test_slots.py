@@ -131,7 +131,7 @@ def test_an_empty_pool_and_empty_lists() -> None:
 def test_unaligned_counts_are_refused_with_the_numbers(count: int) -> None:
     slots = Slots(4, 64, "mla")
     message = (
-        f"mla: alloc: expected a multiple of page size 64, not negative, got {count} ids:"
+        f"mla: alloc: expected a multiple of page size 64, not negative, got {count} ids;"
         " pad a partial page to a whole one"
     )
     with pytest.raises(ValueError) as error:
@@ -152,10 +152,10 @@ def test_unaligned_counts_are_refused_with_the_numbers(count: int) -> None:
         (ids(16, 17, 18, 19), "expected pages below 4, got page 4"),
         (ids(*range(12, 20)), "expected pages below 4, got page 4"),
         (ids(*range(4, 12)), "got page 2, which is not allocated"),
-        (torch.arange(4, dtype=torch.int32), "expected torch.int64 [n] on cpu, got torch.int32 [4] on cpu"),
-        (torch.arange(4).view(2, 2), "got torch.int64 [2, 2] on cpu"),
-        (torch.arange(4, device="meta"), "got torch.int64 [4] on meta"),
-        ([0, 1, 2, 3], "expected a torch.Tensor, got list"),
+        (torch.arange(4, dtype=torch.int32), "[n] on cpu, got a tensor of torch.int32 [4] on cpu"),
+        (torch.arange(4).view(2, 2), "got a tensor of torch.int64 [2, 2] on cpu"),
+        (torch.arange(4, device="meta"), "got a tensor of torch.int64 [4] on meta"),
+        ([0, 1, 2, 3], "expected a dense tensor of torch.int64 [n] on cpu, got [0, 1, 2, 3]"),
     ],
 )
 def test_bad_frees_are_refused_and_change_nothing(bad: torch.Tensor, message: str) -> None:
@@ -181,7 +181,7 @@ def test_double_free_free_after_clear_and_never_allocated(size: int) -> None:
             free(slots, bad)
         assert free_pages_left(slots) == 7
     slots.clear()
-    with pytest.raises(ValueError, match="not allocated: free a page once, and not after clear"):
+    with pytest.raises(ValueError, match="not allocated; free a page once, and not after clear"):
         free(slots, other)
     assert free_pages_left(slots) == 8
 
