@@ -16,23 +16,24 @@ import torch
 from poolwright.runtime import arguments
 from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Code
-from poolwright.runtime.choice import PATHS, Availability
+from poolwright.runtime.choice import PATHS
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.group_plan import GroupBytes, GroupSpec, plan, sources
 from poolwright.runtime.memory import available_host_bytes
 from poolwright.runtime.moves import Move
 from poolwright.runtime.opaque import opaque
-from poolwright.runtime.pool import HostPool, Shared, being_built
+from poolwright.runtime.pool import HostPool
 from poolwright.runtime.program import GroupProgram
-from poolwright.runtime.registration import MODES, promised_bytes
+from poolwright.runtime.registration import MODES, Registration, promised_bytes
+from poolwright.runtime.shared import Movable, Shared, being_built
 from poolwright.runtime.ticket import Ticket
 
 Ids = tuple[torch.Tensor, torch.Tensor]
 """(host, device) ids of one pool."""
 
 
-class HostPoolGroup:
+class HostPoolGroup(Movable):
     """Pools that move together, in the fixed order of the spec: one budget, one allocation, one call.
 
     `pools`: those that are not switched off, by name; each is an attribute too. Every method may be called
@@ -56,7 +57,7 @@ class HostPoolGroup:
         if hugepages is not None:
             hugepages = arguments.flag(self.spec.name, "hugepages", hugepages)
         arguments.one_of(self.spec.name, "register", register, MODES)
-        planned = plan(self.spec, **sizes)
+        self._owner, planned = self.spec.name, plan(self.spec, **sizes)
         needed = sum(need.host for _, need in planned.values())
         available = max(0, available_host_bytes() - promised_bytes())
         if needed > available:
@@ -76,7 +77,7 @@ class HostPoolGroup:
             for name in self.pools:
                 self._follow(name)
         except BaseException:
-            self._end()
+            self.destroy()
             raise
         finally:
             being_built.reset(token)
@@ -109,20 +110,9 @@ class HostPoolGroup:
     def _required_bytes(cls, **sizes: Any) -> GroupBytes:
         return GroupBytes({name: need for name, (_, need) in plan(cls.spec, **sizes).items()})
 
-    # ---- registration
-
-    @opaque
-    def registered(self) -> bool:
-        """Whether the host memory of all pools is registered. Raises as that of a pool does."""
-        self._alive()
-        return all([pool.registered() for pool in self.pools.values()])
-
-    @opaque
-    def wait_registered(self) -> None:
-        """Block until the host memory of all pools is registered. Raises as that of a pool does."""
-        self._alive()
-        for pool in self.pools.values():
-            pool.wait_registered()
+    @property
+    def _registrations(self) -> tuple[Registration, ...]:
+        return tuple(each for pool in self.pools.values() for each in pool._registrations)
 
     # ---- slots
 
@@ -136,22 +126,15 @@ class HostPoolGroup:
         named, owner = self._named("alloc", counts), self.spec.name
         wanted = {name: arguments.integer(owner, f"alloc: {name}", count) for name, count in named.items()}
         taken: dict[str, torch.Tensor] = {}
-        with self._slots_held(wanted):
-            try:
-                for name, count in wanted.items():
-                    ids = self.pools[name].alloc(count)
-                    if ids is None:
-                        self._give_back(taken)
-                        return None
-                    taken[name] = ids
-            except BaseException:
-                self._give_back(taken)
-                raise
+        with self._slots_held(wanted), ExitStack() as undo:
+            for name, count in wanted.items():
+                ids = self.pools[name].alloc(count)
+                if ids is None:
+                    return None
+                taken[name] = ids
+                undo.callback(self.pools[name]._slots.free, ids)
+            undo.pop_all()
         return taken
-
-    def _give_back(self, taken: Mapping[str, torch.Tensor]) -> None:
-        for name, ids in taken.items():
-            self.pools[name]._slots.free(ids)
 
     @opaque
     def free(self, ids: Mapping[str, torch.Tensor], after: Ticket | None = None) -> dict[str, int]:
@@ -165,17 +148,16 @@ class HostPoolGroup:
 
     def available_size(self) -> dict[str, int]:
         """Free ids of every pool that has slots of its own."""
-        return {name: pool.available_size() for name, pool in self.pools.items() if pool._source is None}
+        return {name: pool.available_size() for name, pool in self._leaders}
 
     @opaque
     def clear(self) -> None:
         """Take every page back, after everything in flight. Bytes stay as they are."""
         self._alive()
         self._shared.transfers.drain()
-        own = [name for name, pool in self.pools.items() if pool._source is None]
-        with self._slots_held(own):
-            for name in own:
-                self.pools[name]._slots.clear()
+        with self._slots_held(name for name, _ in self._leaders):
+            for _, pool in self._leaders:
+                pool._slots.clear()
 
     @contextmanager
     def _slots_held(self, names: Iterable[str]) -> Iterator[None]:
@@ -250,7 +232,8 @@ class HostPoolGroup:
         same path; a pool that takes another's ids moves with it.
         """
         asked = self._asked("write_back", moves)
-        self._check_call("producer", producer, unit, path, timed)
+        self._check_call("producer", producer, timed)
+        self._check_by_pool(unit, path)
         found = self._moves("write_back", asked, unit, validate, path, qos, False)
         return self._shared.transfers.submit("write_back", found, producer, timed=timed)
 
@@ -271,7 +254,8 @@ class HostPoolGroup:
         """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
         pools, each told on its own; `layers`: only these layer ids."""
         asked = self._asked("load", moves)
-        self._check_call("readers", readers, unit, path, timed)
+        self._check_call("readers", readers, timed)
+        self._check_by_pool(unit, path)
         if layers is not None:
             layers = arguments.layer_ids(self.spec.name, "layers", layers)
         numbers = [number for pool, _, _ in asked for number in pool._numbers]
@@ -279,17 +263,7 @@ class HostPoolGroup:
         found = self._moves("load", asked, unit, validate, path, qos, steps is not None)
         return self._shared.transfers.submit("load", found, readers, steps, timed)
 
-    def _check_call(
-        self,
-        stream: str,
-        given: Stream,
-        unit: str | Mapping[str, str],
-        path: str | Mapping[str, str] | None,
-        timed: bool,
-    ) -> None:
-        """Raises ValueError for what ids have nothing to do with. `stream`: the name of that argument."""
-        if given is not None:
-            arguments.stream(self.spec.name, stream, given, self._shared.code.driver)
+    def _check_by_pool(self, unit: str | Mapping[str, str], path: str | Mapping[str, str] | None) -> None:
         if not isinstance(unit, str):
             self._known("unit", unit)
         if path is not None and not isinstance(path, str):
@@ -297,8 +271,6 @@ class HostPoolGroup:
                 if one is not None and not isinstance(one, str):
                     known = f"one of {', '.join(PATHS)}"
                     raise arguments.refusal(self.spec.name, f"path: {name}", known, one)
-        if timed is not False:
-            arguments.flag(self.spec.name, "timed", timed)
 
     def _asked(self, direction: str, moves: Mapping[str, Ids]) -> list[tuple[HostPool, str, Ids]]:
         """The pools that are to move, in the fixed order, their names, and ids as they are given."""
@@ -324,43 +296,30 @@ class HostPoolGroup:
         for pool, name, pair in asked:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 got = type(pair).__name__
-                raise ValueError(
-                    f"{self.spec.name}: {direction}: {name}: expected (host, device) ids, got {got}"
-                )
+                raise arguments.wrong(self.spec.name, f"{direction}: {name}", "(host, device) ids", got)
             host, device = pair
             of = unit if isinstance(unit, str) else unit.get(name, "token")
             found += pool._moves(direction, host, device, of, validate, path, qos, layered)
         return found
-
-    def path_report(self) -> tuple[Availability, ...]:
-        """Every path: whether it can run here; when not, why, and the command that mends it."""
-        return self._shared.code.report()
 
     def destroy(self) -> None:
         """Give everything back, after everything in flight. Again: nothing happens.
 
         Raises PoolError when something in flight failed; everything is given back all the same.
         """
-        self._end()
-
-    def _end(self) -> None:
         for pool in self.pools.values():
             pool._forget()
         self._shared.end()
 
     # ---- pieces
 
-    def _alive(self) -> None:
-        self._shared.alive(self.spec.name)
-
     def _known(self, call: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for pools that are on, in the fixed order. Raises ValueError for unknown names."""
+        known = ", ".join(self.spec.members)
         if not isinstance(given, Mapping):
-            known, got = ", ".join(self.spec.members), type(given).__name__
-            raise ValueError(f"{self.spec.name}: {call}: expected a mapping by pool ({known}), got {got}")
+            raise arguments.wrong(self._owner, call, f"a mapping by pool ({known})", type(given).__name__)
         for name in given:
             if name not in self.spec.members:
-                known = ", ".join(self.spec.members)
                 raise ValueError(f"{self.spec.name}: {call}: no pool {name!r}; pools are {known}")
         return {name: given[name] for name in self.pools if name in given}
 

@@ -12,6 +12,7 @@ from poolwright.runtime.description import Param, SizeOf, Sizes, bind_params, si
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.parts import least_bytes
 from poolwright.runtime.pool import HostPool, RequiredBytes
+from poolwright.runtime.program import pages_within
 from poolwright.runtime.scalars import index
 
 OFF = "off"
@@ -268,16 +269,10 @@ def _fitting(spec: GroupSpec, family: Sequence[str], single: Mapping[str, Requir
     page = sum(single[name].page for name in family)
     if page == 0:
         raise ValueError(f"{spec.name}: a page of {', '.join(family)} has no bytes; give capacity_pages")
-    count = nbytes // page
-    while count > 0 and sum(single[name].program.host(count).nbytes for name in family) > nbytes:
-        count -= 1
+    count = pages_within([single[name].program for name in family], nbytes)
     if count < 1:
-        raise OutOfMemoryBudget(
-            f"{spec.name}: one page of {', '.join(family)}",
-            page,
-            nbytes,
-            "raise its budget or capacity_bytes",
-        )
+        what, advice = f"{spec.name}: one page of {', '.join(family)}", "raise its budget or capacity_bytes"
+        raise OutOfMemoryBudget(what, page, nbytes, advice)
     return count
 
 

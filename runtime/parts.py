@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from poolwright.runtime.description import HostLayout
+from poolwright.runtime.description import HostLayout, align_up
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.moves import ABSENT, Steps
 from poolwright.runtime.pages import spans
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.program import SizedProgram, pages_within
 
 SLOTS = 2
 """Slots that a direction uses in turn: one is filled while the other is emptied."""
@@ -71,7 +71,7 @@ def slots_of(in_place: bool) -> int:
 
 def slot_align(nbytes: int) -> int:
     """The bytes of a slot that holds so many."""
-    return -(-nbytes // SLOT_ALIGN) * SLOT_ALIGN
+    return align_up(nbytes, SLOT_ALIGN)
 
 
 # ---- the size of a slot ------------------------------------------------------------------------
@@ -83,14 +83,11 @@ def slot_of(program: SizedProgram, pages: int, bound: int, name: str) -> Slot:
 
     Raises OutOfMemoryBudget where the least part of a page does not fit.
     """
-    page = program.host(1).page_bytes
-    if page == 0:
+    if program.host(1).page_bytes == 0:
         return Slot(0, 0)
     count = slots_of(program.spec.updates == "in_place")
     most = bound // count // SLOT_ALIGN * SLOT_ALIGN
-    fitting = min(pages, most // page)
-    while fitting > 0 and program.host(fitting).nbytes > most:
-        fitting -= 1
+    fitting = min(pages, pages_within([program], most))
     if fitting:
         return Slot(fitting, slot_align(program.host(fitting).nbytes))
     if most >= least_slot(program):

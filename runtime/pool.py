@@ -5,13 +5,9 @@ A generated class adds what its spec decides: the constructor, the formulas, the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-import os
-import weakref
 from collections.abc import Iterable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,11 +18,10 @@ from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Backend, Code
 from poolwright.runtime.binding import Binding, check_between
 from poolwright.runtime.checks import Checks, behind
-from poolwright.runtime.choice import Availability
 from poolwright.runtime.costs import Work, predict
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
 from poolwright.runtime.driver import Memory, Stream
-from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
+from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
 from poolwright.runtime.indexing import host_view
 from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_bytes
 from poolwright.runtime.moves import Member, Move, Ring
@@ -35,9 +30,10 @@ from poolwright.runtime.pages import Pages
 from poolwright.runtime.parts import SLOTS, Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.registration import MODES, Registration, promised_bytes
+from poolwright.runtime.shared import Movable, Shared, being_built
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.ticket import Ticket
-from poolwright.runtime.transfer import Transfers, together
+from poolwright.runtime.transfer import together
 
 GIB = 1 << 30
 CHOICES_KEPT = 4096
@@ -58,59 +54,7 @@ class RequiredBytes:
     program: SizedProgram = field(repr=False)
 
 
-class Shared:
-    """What pools that move together have in common: code, transfers, one end. A lone pool has its own.
-
-    `group`: the name of the group, `member`: that of the pool which is being built.
-    """
-
-    def __init__(self, code: Code, group: str | None = None) -> None:
-        self.code, self.group, self.owner = code, group, os.getpid()
-        self.transfers = Transfers(code, code.name)
-        self.member: str | None = None
-        self._forks = _forks_counted()
-        self._born = self._forks[0]
-        self.ended = False
-        # Held by the finalizer, the transfers outlive pools that are dropped with work in flight.
-        self._end = weakref.finalize(self, _close, self.transfers, self.owner)
-
-    def alive(self, name: str) -> None:
-        """Raises PoolError when the pool of this name can no longer be used, or not in this process."""
-        if self.ended:
-            raise PoolError(f"{name}: the pool is destroyed; build a new one")
-        if self._forks[0] != self._born:
-            raise WrongProcess(f"pool {name}", self.owner, os.getpid())
-
-    def end(self) -> None:
-        """Give everything back, after everything in flight. Again: nothing happens."""
-        self.ended = True
-        self.transfers.stop_registering()
-        self._end()
-
-
-@functools.cache
-def _forks_counted() -> list[int]:
-    """One number: how often this process has come out of a fork since its first pool. Every call asks for it,
-    and the system takes longer to say which process this is."""
-    count = [0]
-
-    def one_more() -> None:
-        count[0] += 1
-
-    os.register_at_fork(after_in_child=one_more)
-    return count
-
-
-def _close(transfers: Transfers, owner: int) -> None:
-    if os.getpid() == owner:  # in a fork the device is the parent's
-        transfers.close()
-
-
-being_built: ContextVar[Shared | None] = ContextVar("being_built", default=None)
-"""Set by a group while it builds its pools: they share what is in it."""
-
-
-class HostPool(Pages):
+class HostPool(Movable, Pages):
     """Host memory for the pages of one kind of cache, and their transfers.
 
     Ids are index units (tokens, or slots): page p is ids ``p * page_size`` to ``(p + 1) * page_size - 1``.
@@ -168,7 +112,7 @@ class HostPool(Pages):
         self._choices: dict[tuple[object, ...], tuple[str, float | None]] = {}
         shared = being_built.get() or Shared(Code(self.program, self.device, require))
         self._shared, self._transfers = shared, shared.transfers
-        self.name = shared.member or self.spec.name
+        self.name = self._owner = shared.member or self.spec.name
         self._backend = Backend(self.program, self.device, shared.code)
         costs = shared.code.costs.load
         # Where ranges are small, their number decides how long copies take, and neighbours are copied as one.
@@ -286,7 +230,8 @@ class HostPool(Pages):
             dims = ",".join(f"{dim}={sizes[f'extent_{c.ident}_{dim}']}" for dim in c.dims)
             dtype = self.dtypes[c.group] if c.group else c.dtype
             align = "item" if c.align is None else size_of(c.align, sizes)
-            facts.append(f"{c.name}({dims}):{dtype}:align={align}:{self._has(c.present)}")
+            present = c.present is None or bool(sizes[c.present])
+            facts.append(f"{c.name}({dims}):{dtype}:align={align}:{present}")
         chosen = tuple(self.program.variants[name] for name in spec.variants)
         for record in spec.records:
             pad, inner = size_of(record.pad_to[chosen], sizes), ",".join(record.inner[chosen])
@@ -294,30 +239,6 @@ class HostPool(Pages):
         facts += [f"{name}={value}" for name, value in sorted(self.program.variants.items())]
         facts.append("order=" + ",".join(spec.layouts[self.layout].order))
         return hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
-
-    def _has(self, present: str | None) -> bool:
-        return present is None or bool(self.sizes[present])
-
-    # ---- registration
-
-    @opaque
-    def registered(self) -> bool:
-        """Whether all host memory is registered. Before, `alloc` hands out pages that are, and no others are
-        moved.
-
-        Raises HostMemoryError when the background gave up; what is registered by then stays in use.
-        """
-        self._alive()
-        return all(each.registered() for each in self._registrations)
-
-    @opaque
-    def wait_registered(self) -> None:
-        """Block until all host memory is registered. Raises as `registered` does, and PoolError when the pool
-        is destroyed meanwhile."""
-        self._alive()
-        for each in self._registrations:
-            each.wait()
-        self._alive()
 
     @property
     def _registrations(self) -> tuple[Registration, ...]:
@@ -453,7 +374,8 @@ class HostPool(Pages):
         `qos` ``background``: leave the SMs to others; ``urgent``: the submission counts, too. `timed`: the
         ticket tells its seconds.
         """
-        self._check_call("producer", producer, path, timed)
+        self._check_call("producer", producer, timed)
+        self._check_path(path)
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
         return self._transfers.submit("write_back", moves, producer, timed=timed)
 
@@ -477,21 +399,17 @@ class HostPool(Pages):
         `layers`: only these layer ids. `readers`: the stream that still reads the device rows. `qos` and
         `timed`: as for `write_back`.
         """
-        self._check_call("readers", readers, path, timed)
+        self._check_call("readers", readers, timed)
+        self._check_path(path)
         if layers is not None:
             layers = arguments.layer_ids(self.name, "layers", layers)
         steps = self._transfers.ordered(self._numbers, order, layers)
         moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
         return self._transfers.submit("load", moves, readers, steps, timed)
 
-    def _check_call(self, stream: str, given: Stream, path: object, timed: object) -> None:
-        """Raises ValueError for what ids have nothing to do with. `stream`: the name of that argument."""
-        if given is not None:
-            arguments.stream(self.name, stream, given, self._shared.code.driver)
+    def _check_path(self, path: object) -> None:
         if path is not None and not isinstance(path, str):
             raise arguments.refusal(self.name, "path", f"one of {', '.join(choice.PATHS)}", path)
-        if timed is not False:
-            arguments.flag(self.name, "timed", timed)
 
     def _moves(
         self,
@@ -510,28 +428,16 @@ class HostPool(Pages):
         if self._source is not None:
             raise ValueError(f"{self.name} is moved with {self._source}, whose ids it takes: move that")
         batch = self._batch(host, device, unit, validate, direction == "write_back")
-        full = validate == "full"
-        moves = [self._move(direction, batch, path, layered, qos, full)]
-        for pool in self._followers:
+        moves = []
+        for pool in (self, *self._followers):
             ids = batch
-            if not pool._takes(batch, self):
+            if pool is not self and not pool._takes(batch, self):
                 ids = pool._batch(host, device, unit, validate, direction == "write_back")
-            moves.append(pool._move(direction, ids, path, layered, qos, full))
+            wanted = path if path is None or isinstance(path, str) else path.get(pool.name)
+            taken, predicted = pool._choose(direction, ids, wanted, layered, qos)
+            checks = pool._checks if validate == "full" and ids.count else None
+            moves.append(Move(pool._number, pool.name, ids, taken, predicted, checks))
         return moves
-
-    def _move(
-        self,
-        direction: str,
-        batch: indices.Batch,
-        path: str | Mapping[str, str] | None,
-        layered: bool,
-        qos: str | None,
-        full: bool,
-    ) -> Move:
-        wanted = path if path is None or isinstance(path, str) else path.get(self.name)
-        taken, predicted = self._choose(direction, batch, wanted, layered, qos)
-        checks = self._checks if full and batch.count else None
-        return Move(self._number, self.name, batch, taken, predicted, checks)
 
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
@@ -544,10 +450,6 @@ class HostPool(Pages):
             and mine.device_pages >= theirs.device_pages
             and set(mine.reserved) <= set(theirs.reserved)
         )
-
-    def path_report(self) -> tuple[Availability, ...]:
-        """Every path: whether it can run here; when not, why, and the command that mends it."""
-        return self._shared.code.report()
 
     def overwritten_guard(self) -> str:
         """Which of the guard bytes round this pool's memory were written to, in words; empty for none."""
@@ -640,13 +542,10 @@ class HostPool(Pages):
     def _settle(self, pages: set[int], reads: bool) -> None:
         self._transfers.settle(self.name, pages, reads)
 
-    def _alive(self) -> None:
-        self._shared.alive(self.name)
-
     def _batch(
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool
     ) -> indices.Batch:
-        self._shared.alive(self.name)
+        self._alive()
         if self._limits is None:
             raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
         found = indices.batch(self._limits, host, device, unit, validate, writes_host)
@@ -689,7 +588,7 @@ class HostPool(Pages):
         whole: bool,
         merged: int,
         qos: str | None,
-        forced: str,
+        path: str,
         beside: bool,
     ) -> tuple[str, float | None]:
         ranges = max(1, len(units(self.program)) if layered and whole else self._backend.range_count)
@@ -707,8 +606,8 @@ class HostPool(Pages):
             beside=beside,
         )
         costs = self._shared.code.costs
-        path = choice.choose(work, self.path_report(), costs, forced)
-        return path, predict(path, work, costs)
+        taken = choice.choose(work, self.path_report(), costs, path)
+        return taken, predict(taken, work, costs)
 
 
 def _merged(batch: indices.Batch) -> int:
@@ -752,11 +651,8 @@ def _capacity(spec: PoolSpec, program: SizedProgram, pages: int | None, nbytes: 
     page = program.host(1).page_bytes
     if page == 0:
         raise ValueError(f"{spec.name}: a page of these sizes has no bytes; give capacity_pages")
-    found = nbytes // page
-    while found > 0 and program.host(found).nbytes > nbytes:
-        found -= 1
+    found = programs.pages_within([program], nbytes)
     if found < 1:
-        raise OutOfMemoryBudget(
-            f"{spec.name}: one page", page, nbytes, "raise capacity_bytes or make pages smaller"
-        )
+        advice = "raise capacity_bytes or make pages smaller"
+        raise OutOfMemoryBudget(f"{spec.name}: one page", page, nbytes, advice)
     return found

@@ -157,6 +157,14 @@ class SizedProgram:
         return sum(walk.runs * walk.atom for walk in self.walks if walk.name == name)
 
 
+def pages_within(programs: Sequence[SizedProgram], nbytes: int) -> int:
+    """How many pages of each of these pools fit `nbytes` of host memory. One page of all has bytes."""
+    count = nbytes // sum(program.host(1).page_bytes for program in programs)
+    while count > 0 and sum(program.host(count).nbytes for program in programs) > nbytes:
+        count -= 1
+    return count
+
+
 @dataclass(frozen=True)
 class GroupProgram:
     """Programs of a group's pools by member, compiled together. `folder`: where the group's sources lie."""
