@@ -10,9 +10,8 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +20,7 @@ from pathlib import Path
 from poolwright.runtime import env, toolchain
 from poolwright.runtime.cache import Binary, Cache, Corrupt, Key, Request
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
-from poolwright.runtime.toolchain import Compiler, Missing
+from poolwright.runtime.toolchain import Missing
 
 HOST_FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-pthread"),
@@ -35,6 +34,7 @@ NVCC_FLAGS = ("-std=c++17", "-cubin", "-Werror", "all-warnings")
 
 # Not tied to the start of a line, which takes ten times as long: one in a comment only adds to the key.
 _INCLUDE = re.compile(rb'#[ \t]*include[ \t]*(["<])([^">\r\n]+)[">]')
+_SUFFIX = {"host": "so", "cubin": "cubin"}
 _ERROR = re.compile(r"\berror(?: #[\w-]+)?:")
 
 
@@ -93,7 +93,7 @@ def host_libraries(units: Sequence[Unit]) -> list[Path]:
         return [_prebuilt(cache, *pair, compiler)[0].path for pair in zip(units, requests, strict=True)]
     keys = [Key(wanted, compiler) for wanted in requests]
     by_key = dict(zip(keys, units, strict=True))
-    found = cache.obtain(keys, lambda absent, scratch: _build_host(cache, by_key, absent, scratch))
+    found = cache.obtain(keys, partial(_build, cache, by_key))
     return [binaries[0].path for binaries in found]
 
 
@@ -119,7 +119,7 @@ def cubins(unit: Unit, arch: str, compiler: str | None = None) -> list[bytes]:
     if isinstance(found, Missing):
         return [binary.data for binary in _prebuilt(cache, unit, wanted, found)]
     key = Key(wanted, found)
-    (binaries,) = cache.obtain([key], lambda _, scratch: _build_cuda(cache, key, unit, scratch))
+    (binaries,) = cache.obtain([key], partial(_build, cache, {key: unit}))
     return [binary.data for binary in binaries]
 
 
@@ -142,17 +142,6 @@ def _host_request(unit: Unit) -> Request:
 
 def _cubin_request(unit: Unit, arch: str, kind: str) -> Request:
     return request(unit, "cubin", NVRTC_FLAGS if kind == "nvrtc" else NVCC_FLAGS, arch)
-
-
-def host_command(compiler: Compiler, unit: Unit, output: str) -> list[str]:
-    """The command that compiles a `host.cpp` into a shared library."""
-    return [*compiler.command, *host_flags(), *_options(unit), str(unit.main.resolve()), "-o", output]
-
-
-def nvcc_command(compiler: Compiler, unit: Unit, arch: str, output: str) -> list[str]:
-    """The command that compiles a `kernels.cu` into a cubin."""
-    main = str(unit.main.resolve())
-    return [*compiler.command, *NVCC_FLAGS, f"-arch={arch}", *_options(unit), main, "-o", output]
 
 
 # ---- what a unit consists of ------------------------------------------------------------------
@@ -206,6 +195,12 @@ def _contents(path: Path) -> bytes:
 # ---- builders ---------------------------------------------------------------------------------
 
 
+def _command(key: Key, unit: Unit, output: str) -> list[str]:
+    """The command that compiles a `host.cpp` into a shared library, or a `kernels.cu` into a cubin."""
+    flags = host_flags() if key.request.kind == "host" else (*NVCC_FLAGS, f"-arch={key.request.arch}")
+    return [*key.compiler.command, *flags, *_options(unit), str(unit.main.resolve()), "-o", output]
+
+
 def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> tuple[Binary, ...]:
     fill = f"python -m poolwright.runtime compile {unit.arguments}".strip()
     fill = f"fill the cache where there is one: {fill}"
@@ -223,70 +218,50 @@ def _prebuilt(cache: Cache, unit: Unit, wanted: Request, missing: Missing) -> tu
     raise BackendUnavailable(f"compiled code of {unit.name} for {wanted.arch}", why, mend)
 
 
-def _build_host(
-    cache: Cache, units: dict[Key, Unit], absent: Sequence[Key], scratch: Path
+def _build(
+    cache: Cache, units: Mapping[Key, Unit], absent: Sequence[Key], scratch: Path
 ) -> Iterator[tuple[Key, dict[str, Path]]]:
-    ninja = toolchain.find_ninja()
-    if isinstance(ninja, Missing):
-        raise ninja.error()
-    commands = [host_command(key.compiler, units[key], f"{i}.so") for i, key in enumerate(absent)]
-    (scratch / "build.ninja").write_text(_ninja_file(commands), encoding="utf-8")
-    for key, command in zip(absent, commands, strict=True):
+    """Compiles all parts of all units side by side: compilers run outside the interpreter's lock."""
+    jobs: list[tuple[Key, Unit, Path]] = []
+    built: dict[Key, dict[str, Path]] = {key: {} for key in absent}
+    for number, key in enumerate(absent):
+        refused = toolchain.check_arch(key.compiler, key.request.arch)
+        if refused:
+            raise refused.error()
         cache.log_start(key)
-        _announce(shlex.join(command))
-    done = _run([str(ninja), "-k", "0"], scratch)
-    failed = [i for i in range(len(absent)) if not (scratch / f"{i}.ok").exists()]
-    for i, key in enumerate(absent):
-        if i not in failed:
-            yield key, {f"{units[key].name}.so": scratch / f"{i}.so"}
-    for i in failed[:1]:
-        log = scratch / f"{i}.log"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else done.stdout
-        unit = units[absent[i]]
-        again = shlex.join(host_command(absent[i].compiler, unit, f"{unit.name}.so"))
-        raise _failure(cache, absent[i], unit, again, text)
+        for name, part in units[key].split().items():
+            output = scratch / f"{number}-{name}"
+            built[key][f"{name}.{_SUFFIX[key.request.kind]}"] = output
+            jobs.append((key, part, output))
+    with ThreadPoolExecutor(min(len(jobs), (os.cpu_count() or 1) + 2)) as threads:
+        said = list(threads.map(_compile, *zip(*jobs, strict=True)))
+    failed = [(key, part, *why) for (key, part, _), why in zip(jobs, said, strict=True) if why is not None]
+    for key, *_ in failed:
+        built.pop(key, None)
+    yield from built.items()
+    for key, part, command, text in failed:
+        raise _failure(cache, key, part, command, text)
 
 
-def _ninja_file(commands: Sequence[Sequence[str]]) -> str:
-    """Each command's output goes to a log of its own; the ``.ok`` file says that it came to its end."""
-    lines = ["rule compile", "  command = $call"]
-    for i, command in enumerate(commands):
-        call = shlex.join(command).replace("$", "$$")
-        lines += [f"build {i}.so: compile", f"  call = {call} > {i}.log 2>&1 && : > {i}.ok"]
-    return "\n".join(lines) + "\n"
-
-
-def _build_cuda(cache: Cache, key: Key, unit: Unit, scratch: Path) -> Iterator[tuple[Key, dict[str, Path]]]:
-    """Compiles all parts side by side, a thread each: compilers run outside the interpreter's lock."""
-    refused = toolchain.check_arch(key.compiler, key.request.arch)
-    if refused:
-        raise refused.error()
-    cache.log_start(key)
-    parts = unit.split()
-    outputs = {f"{name}.cubin": scratch / f"{name}.cubin" for name in parts}
-    compile_part = _compile_nvrtc if key.compiler.kind == "nvrtc" else _compile_nvcc
-    with ThreadPoolExecutor(len(parts)) as threads:
-        failures = list(threads.map(partial(compile_part, key), parts.values(), outputs.values()))
-    for part, failed in zip(parts.values(), failures, strict=True):
-        if failed:
-            raise _failure(cache, key, part, *failed)
-    yield key, outputs
-
-
-def _compile_nvcc(key: Key, unit: Unit, output: Path) -> tuple[str, str] | None:
+def _compile(key: Key, unit: Unit, output: Path) -> tuple[str, str] | None:
     """None, or the command that failed and what the compiler said."""
-    arch = key.request.arch
-    command = nvcc_command(key.compiler, unit, arch, str(output))
+    if key.compiler.kind == "nvrtc":
+        return _compile_nvrtc(key.request.arch, unit, output)
+    command = _command(key, unit, str(output))
     _announce(shlex.join(command))
-    done = _run(command, output.parent)
+    try:
+        done = toolchain.run(command, output.parent)
+    except OSError as error:
+        return shlex.join(command), f"error: it cannot be run ({error})"
     if done.returncode == 0 and output.is_file():
         return None
-    return shlex.join(nvcc_command(key.compiler, unit, arch, f"{unit.name}.cubin")), done.stdout
+    again = _command(key, unit, f"{unit.name}.{_SUFFIX[key.request.kind]}")
+    return shlex.join(again), done.stdout
 
 
-def _compile_nvrtc(key: Key, unit: Unit, output: Path) -> tuple[str, str] | None:
-    """As `_compile_nvcc`."""
-    arch, main = key.request.arch, unit.main.resolve()
+def _compile_nvrtc(arch: str, unit: Unit, output: Path) -> tuple[str, str] | None:
+    """As `_compile`."""
+    main = unit.main.resolve()
     options = [*NVRTC_FLAGS, f"--gpu-architecture={arch}", *_options(unit)]
     _announce(f"nvrtc {shlex.join(options)} {main}")
     binary, text = _nvrtc(main, options)
@@ -324,19 +299,6 @@ def _nvrtc(main: Path, options: Sequence[str]) -> tuple[bytes | None, str]:
 def _announce(command: str) -> None:
     if env.flag("VERBOSE"):
         print(command, file=sys.stderr)
-
-
-def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        # Compilers translate the word "error".
-        env={**os.environ, "LC_ALL": "C"},
-    )
 
 
 def _failure(cache: Cache, key: Key, unit: Unit, command: str, text: str) -> CompileError:

@@ -121,18 +121,6 @@ def check_driver(compiler: Compiler, driver: tuple[int, int]) -> Missing | None:
     return Missing("CUDA", why, wheels)
 
 
-def find_ninja() -> Path | Missing:
-    """The ninja binary of the Python package `ninja`, else on the PATH."""
-    try:
-        packaged = Path(importlib.import_module("ninja").BIN_DIR) / "ninja"
-    except (ImportError, AttributeError):
-        packaged = Path()
-    found = str(packaged) if packaged.is_file() else shutil.which("ninja")
-    if found is None:
-        return Missing("ninja", "neither the Python package nor a ninja on the PATH", "pip install ninja")
-    return Path(found)
-
-
 @functools.cache
 def _probe_cxx(ours: str, usual: str, path: str) -> Compiler | Missing:
     asked = ours or usual
@@ -174,6 +162,25 @@ def _probe_nvcc(home: str, path: str) -> Compiler | Missing:
     return Compiler("nvcc", command, f"{version[1]} {version[2] or ''}".strip(), "")
 
 
+def run(
+    command: list[str], folder: Path | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a compiler in `folder` for at most `timeout` seconds; all that it prints is in `stdout`.
+
+    Raises OSError, and subprocess.TimeoutExpired.
+    """
+    return subprocess.run(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        env={**os.environ, "LC_ALL": "C"},  # compilers translate the word "error"
+    )
+
+
 def _located(command: list[str], path: str) -> tuple[str, ...]:
     found = shutil.which(command[0], path=path) if command else None
     return (found, *command[1:]) if found else ()
@@ -182,19 +189,12 @@ def _located(command: list[str], path: str) -> tuple[str, ...]:
 def _ask(command: list[str]) -> tuple[str, str]:
     """What the command prints, and what is wrong with it ("" if nothing)."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_SECONDS,
-            env={**os.environ, "LC_ALL": "C"},
-        )
+        done = run(command, timeout=_PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"`{shlex.join(command)}` cannot be run ({error})"
     if done.returncode != 0:
-        return "", f"`{shlex.join(command)}` failed: {_first_line(done.stderr)}"
-    return done.stdout + done.stderr, ""
+        return "", f"`{shlex.join(command)}` failed: {_first_line(done.stdout)}"
+    return done.stdout, ""
 
 
 def _libc() -> str:

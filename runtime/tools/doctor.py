@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from poolwright.runtime import env
-from poolwright.runtime.toolchain import Compiler, Missing, find_cxx, find_ninja, find_nvcc, find_nvrtc
+from poolwright.runtime.toolchain import Compiler, Missing, find_cxx, find_nvcc, find_nvrtc
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ def findings() -> Iterator[Finding]:
     yield Finding("python", True, f"{platform.python_version()} ({sys.executable})", needed=True)
     yield _torch()
     yield _compiler("C++ compiler", find_cxx(), needed=True)
-    yield _ninja()
     yield _compiler("NVRTC", find_nvrtc())
     yield _compiler("nvcc", find_nvcc())
     yield _cache(env.cache_dir())
@@ -70,13 +69,6 @@ def _compiler(name: str, probe: Compiler | Missing, *, needed: bool = False) -> 
         return Finding(name, False, probe.why, needed, probe.command)
     where = f" ({' '.join(probe.command)})" if probe.command else ""
     return Finding(name, True, f"{probe.version}{where}", needed)
-
-
-def _ninja() -> Finding:
-    probe = find_ninja()
-    if isinstance(probe, Missing):
-        return Finding("ninja", False, probe.why, True, probe.command)
-    return Finding("ninja", True, str(probe), needed=True)
 
 
 def _cache(folder: Path) -> Finding:
