@@ -1,19 +1,15 @@
-"""What carries transfers on a device: driver, compiled code, the report of what can run; tensors bound."""
+"""What carries transfers on a device: driver, compiled code, the report of what can run."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
-from poolwright.runtime import binding, env, jit, native, testing, toolchain, tuning
-from poolwright.runtime.binding import Binding
+from poolwright.runtime import env, jit, native, testing, toolchain, tuning
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.costs import DEFAULTS, Costs
 from poolwright.runtime.driver import Driver, Kernels
@@ -21,9 +17,6 @@ from poolwright.runtime.driver.host import HostDriver, HostKernels
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
 from poolwright.runtime.memory import Registrar
 from poolwright.runtime.program import GroupProgram, SizedProgram
-
-if TYPE_CHECKING:
-    from poolwright.runtime.pool import HostPool
 
 REQUIREMENTS = ("cuda", "host")
 
@@ -137,21 +130,6 @@ class Code:
         if not self._at_once:
             twin = Availability("host", False, "the CPU cannot reach device tensors")
         return (Availability("zero_copy", True, built), Availability("staged", True, built), twin, last)
-
-
-class Backend:
-    """What one pool asks of its device: tensors checked and bound."""
-
-    def __init__(self, program: SizedProgram, device: torch.device, code: Code) -> None:
-        self.program, self.device, self.code, self.driver = program, device, code, code.driver
-        self.range_count = sum(math.prod(extent for extent, _ in r.left) for r in program.host(1).ranges)
-
-    def bind(self, pool: HostPool, tensors: Mapping[str, object], layer_ids: Sequence[int] | None) -> Binding:
-        """Check and bind an engine's tensors; `layer_ids` None: those of each component's list.
-
-        Raises ValueError.
-        """
-        return binding.bind(self.program, pool.lists, pool.dtypes, self.device, tensors, layer_ids)
 
 
 def driver_for(pool: str, device: torch.device) -> Driver:

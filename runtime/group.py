@@ -190,7 +190,7 @@ class HostPoolGroup(Movable):
             if name in named:
                 ids = arguments.layer_ids(self.spec.name, f"layer_ids: {name}", named[name])
             try:
-                bound[pool._number] = (pool, pool._backend.bind(pool, given.get(name, {}), ids))
+                bound[pool._number] = (pool, pool._checked(given.get(name, {}), ids))
             except ValueError as error:
                 raise ValueError(f"{self.spec.name}: {name}: {error}") from None
         pool._take(bound)

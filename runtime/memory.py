@@ -10,10 +10,11 @@ import os
 import platform
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -59,12 +60,13 @@ class HostBuffer:
     """One anonymous mapping of `nbytes`, zeroed, aligned to 4 KiB (2 MiB with `hugepages`).
 
     With a `registrar` the memory is touched by `threads` threads (0: up to 16) and registered in chunks of
-    at most `chunk_bytes` that split none of `units`; without one it stays lazy unless `touch` is set. Either
-    everything is registered or an error is raised and nothing is held; with `background` this is so for the
-    first chunk, and a thread goes on with the others: `registration` says how far. Memory comes from NUMA
-    node `numa_node` while that has any; `placement` says so, or why the kernel refused.
+    at most `chunk_bytes` that split none of `units`; without one it stays lazy. Either everything is
+    registered or an error is raised and nothing is held; with `background` this is so for the first chunk,
+    and a thread goes on with the others: `registration` says how far. Memory comes from NUMA node
+    `numa_node` while that has any; `placement` says so, or why the kernel refused.
 
-    `borders`: addresses, as the device has them, between two chunks. A copy must not cross one.
+    `device_address`: what the device calls its first byte; without a registrar the host address. `borders`:
+    addresses, as the device has them, between two chunks. A copy must not cross one.
     """
 
     def __init__(
@@ -77,7 +79,6 @@ class HostBuffer:
         registrar: Registrar | None = None,
         units: Sequence[Units] = (),
         chunk_bytes: int = 16 << 30,
-        touch: bool = False,
         background: bool = False,
         name: str = "a host buffer",
     ) -> None:
@@ -86,54 +87,37 @@ class HostBuffer:
         self.nbytes = nbytes
         self.placement = "any NUMA node"
         self.borders: tuple[int, ...] = ()
-        self.address = 0
-        self._alias = 0
+        self.address = self.device_address = 0
         self.registration: Registration | None = None
         self._tensor: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
         self._release: Callable[[], object] = lambda: None
         if nbytes == 0:
             return
         self._tensor = _map(nbytes, hugepages)
-        self.address = self._alias = self._tensor.data_ptr()
+        self.address = self.device_address = self._tensor.data_ptr()
         try:
             starts = _starts(nbytes, chunk_bytes, units, background)
             if numa_node is not None:
                 self.placement = _prefer(self.address, nbytes, numa_node)
-            _mark(self.guards)
-            threads = threads or min(os.cpu_count() or 1, MOST_THREADS)
+            for guard in self.guards.values():
+                guard.fill_(PATTERN)
             if registrar is not None:
-                self._register(registrar, starts, units, threads, background, name)
-            elif touch:
-                _touch(self.address, nbytes, threads)
+                touch = partial(_touch, threads=threads or min(os.cpu_count() or 1, MOST_THREADS))
+                pages = max((unit.count for unit in units), default=1)
+                chunks = _chunks([*starts, nbytes], units, pages)
+                self._register(Registration(registrar, self.tensor, chunks, pages, touch), background, name)
         except BaseException:
             self.release()  # unmapped now, not when the traceback goes
             raise
 
-    def _register(
-        self,
-        registrar: Registrar,
-        starts: Sequence[int],
-        units: Sequence[Units],
-        threads: int,
-        background: bool,
-        name: str,
-    ) -> None:
-        """Register chunks that begin at `starts`, all of them or the first."""
-
-        def touch(address: int, nbytes: int, fresh: bool) -> None:
-            _touch(address, nbytes, threads, fresh)
-
-        pages = max((unit.count for unit in units), default=1)
-        bounds = itertools.pairwise([*starts, self.nbytes])
-        chunks = [Chunk(start, end - start, _first_page(start, end, units, pages)) for start, end in bounds]
-        registration = Registration(registrar, self.tensor, chunks, pages, touch)
+    def _register(self, registration: Registration, background: bool, name: str) -> None:
         self._release = weakref.finalize(self, registration.end)  # whatever interrupts what follows
         # When the process ends the last one made would be the first to go, with transfers still in
         # flight; the pool's own end waits for them and then destroys this.
         self._release.atexit = False
         registration.begin(background, name)
-        self.registration, self._alias = registration, registration.alias
-        self.borders = tuple(self._alias + start for start in starts[1:])
+        self.registration, self.device_address = registration, registration.alias
+        self.borders = tuple(sorted(registration.alias + chunk.start for chunk in registration.chunks)[1:])
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -150,14 +134,6 @@ class HostBuffer:
         return {
             where: self.tensor.as_strided((GUARD,), (1,), at) for where, at in places.items() if self.nbytes
         }
-
-    def device_address(self, offset: int = 0) -> int:
-        """What the device calls byte `offset`; without a registrar the host address. Raises ValueError."""
-        if not 0 <= offset <= self.nbytes:
-            raise ValueError(f"expected an offset of 0 to {self.nbytes:,}, got {offset:,}")
-        if self._tensor is None:
-            raise HostMemoryError("the host buffer was destroyed: make a new one")
-        return self._alias + offset
 
     def destroy(self) -> None:
         """Unregister, then unmap; memory that a tensor still shows goes with that tensor. Idempotent. A
@@ -215,10 +191,14 @@ def _chunk_starts(nbytes: int, chunk_bytes: int, units: Sequence[Units]) -> list
     return starts
 
 
-def _first_page(start: int, end: int, units: Sequence[Units], pages: int) -> int:
-    """The least unit of any row that has bytes in this chunk, which splits none; `pages` without any."""
-    inside = [unit for unit in units if unit.start < end and start < unit.end]
-    return min((max(start - unit.start, 0) // unit.nbytes for unit in inside), default=pages if units else 0)
+def _chunks(borders: Sequence[int], units: Sequence[Units], pages: int) -> list[Chunk]:
+    """The chunks between these bytes; their first page is the least unit of any row that has bytes there."""
+    found = []
+    for start, end in itertools.pairwise(borders):
+        inside = [unit for unit in units if unit.start < end and start < unit.end]
+        firsts = (max(start - unit.start, 0) // unit.nbytes for unit in inside)  # no chunk splits a unit
+        found.append(Chunk(start, end - start, min(firsts, default=pages if units else 0)))
+    return found
 
 
 def _last_cut(limit: int, units: Sequence[Units]) -> int:
@@ -253,11 +233,6 @@ def _map(nbytes: int, hugepages: bool) -> torch.Tensor:
     return whole[start : start + nbytes]
 
 
-def _mark(guards: Mapping[str, torch.Tensor]) -> None:
-    for guard in guards.values():
-        guard.fill_(PATTERN)
-
-
 def _prefer(address: int, nbytes: int, node: int) -> str:
     """Let the pages of this range come from NUMA node `node` as long as it has any; what came of it."""
     if node < 0:
@@ -282,7 +257,7 @@ def _mbind(address: int, nbytes: int, mask: ctypes.Array[ctypes.c_ulong], bits: 
     return os.strerror(ctypes.get_errno()) if failed else ""
 
 
-def _touch(address: int, nbytes: int, threads: int, fresh: bool = True) -> None:
+def _touch(address: int, nbytes: int, fresh: bool, threads: int) -> None:
     """Have every page there; `fresh`: nobody has written to them. ctypes lets go of the interpreter lock, so
     threads do run side by side."""
     part = -(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,8 +15,8 @@ import torch
 
 from poolwright.runtime import arguments, choice, env, indices
 from poolwright.runtime import program as programs
-from poolwright.runtime.backend import Backend, Code
-from poolwright.runtime.binding import Binding, check_between
+from poolwright.runtime.backend import Code
+from poolwright.runtime.binding import Binding, bind, check_between
 from poolwright.runtime.checks import Checks, behind
 from poolwright.runtime.costs import Work, predict
 from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dtype_named, size_of
@@ -113,10 +113,9 @@ class HostPool(Movable, Pages):
         shared = being_built.get() or Shared(Code(self.program, self.device, require))
         self._shared, self._transfers = shared, shared.transfers
         self.name = self._owner = shared.member or self.spec.name
-        self._backend = Backend(self.program, self.device, shared.code)
         costs = shared.code.costs.load
         # Where ranges are small, their number decides how long copies take, and neighbours are copied as one.
-        self._merges = self.page_bytes < self._backend.range_count * costs.copy * costs.link_rate
+        self._merges = self.page_bytes < len(self._spans) * costs.copy * costs.link_rate
         nbytes = self.host_layout(self.page_num).nbytes
         available = max(0, available_host_bytes() - promised_bytes())
         if nbytes > available:
@@ -150,7 +149,7 @@ class HostPool(Movable, Pages):
     def _join(self) -> int:
         """Become a member of what moves together; its number there."""
         buffer = self._buffer
-        address = buffer.device_address(0) if buffer.nbytes else 0
+        address = buffer.device_address
         guards = dict(buffer.guards)
         if self.staging is not None:
             guards["behind staging memory"] = behind(self.staging)
@@ -309,7 +308,10 @@ class HostPool(Movable, Pages):
         """
         self._alive()
         ids = None if layer_ids is None else arguments.layer_ids(self.name, "layer_ids", layer_ids)
-        self._take({self._number: (self, self._backend.bind(self, tensors, ids))})
+        self._take({self._number: (self, self._checked(tensors, ids))})
+
+    def _checked(self, tensors: Mapping[str, object], layer_ids: Sequence[int] | None) -> Binding:
+        return bind(self.program, self.lists, self.dtypes, self.device, tensors, layer_ids)
 
     def rebind(self, tensors: Mapping[str, object], layer_ids: Iterable[int] | None = None) -> None:
         """`bind` anew, after everything in flight."""
@@ -519,7 +521,7 @@ class HostPool(Movable, Pages):
 
     def _allocate_staging(self, slot: Slot) -> Memory:
         nbytes = slots_of(self.spec.updates == "in_place") * slot.nbytes
-        memory = self._backend.driver.allocate(nbytes + GUARD)
+        memory = self._shared.code.driver.allocate(nbytes + GUARD)
         return Memory(memory.address, nbytes, memory.tensor[:nbytes])
 
     def _view(self, memory: Memory, ident: str) -> torch.Tensor | None:
@@ -591,7 +593,7 @@ class HostPool(Movable, Pages):
         path: str,
         beside: bool,
     ) -> tuple[str, float | None]:
-        ranges = max(1, len(units(self.program)) if layered and whole else self._backend.range_count)
+        ranges = max(1, len(units(self.program)) if layered and whole else len(self._spans))
         work = Work(
             direction=direction,
             range_bytes=self.page_bytes // ranges,

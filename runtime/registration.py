@@ -52,16 +52,17 @@ Touch = Callable[[int, int, bool], object]
 class Registration:
     """Pins the chunks of one mapping, those of the least pages first.
 
-    `ready`: pages from 0 on that are pinned with all their bytes, `pages` in the end; it only grows. `alias`:
-    what the device calls byte 0. `left`: bytes of chunks that nobody has begun with. `error`: why the thread
-    gave up. The mapping is held until everything is undone: it must not go away while it is registered.
+    `chunks`: in the order in which they are pinned. `ready`: pages from 0 on that are pinned with all their
+    bytes, `pages` in the end; it only grows. `alias`: what the device calls byte 0. `left`: bytes of chunks
+    that nobody has begun with. `error`: why the thread gave up. The mapping is held until everything is
+    undone: it must not go away while it is registered.
     """
 
     def __init__(
         self, registrar: Registrar, memory: torch.Tensor, chunks: Sequence[Chunk], pages: int, touch: Touch
     ) -> None:
         self._registrar, self._memory, self._touch = registrar, memory, touch
-        self._chunks = sorted(chunks, key=lambda chunk: chunk.first)
+        self.chunks = sorted(chunks, key=lambda chunk: chunk.first)
         self._done = 0  # so many of them are registered
         self._held: list[int] = []
         self.pages, self.ready, self.alias, self.left = pages, 0, 0, memory.numel()
@@ -81,9 +82,9 @@ class Registration:
         """
         try:
             self._advance(True)
-            while self._done < len(self._chunks) and not background:
+            while self._done < len(self.chunks) and not background:
                 self._advance(True)
-            if self._done < len(self._chunks):
+            if self._done < len(self.chunks):
                 self._start(name)
         except BaseException as error:
             self._end(str(error))
@@ -93,7 +94,7 @@ class Registration:
         """Whether every chunk is. Raises HostMemoryError when the thread gave up."""
         if self.error is not None:
             raise HostMemoryError(str(self.error)) from self.error
-        return self._done == len(self._chunks)
+        return self._done == len(self.chunks)
 
     def wait(self) -> None:
         """Block until the thread has ended, which rests no more. Raises HostMemoryError when it gave up."""
@@ -149,7 +150,7 @@ class Registration:
                 return  # nobody has waited for it, and nothing is registered any more
             self._running = True
         try:
-            while self._done < len(self._chunks) and not self._stop.is_set():
+            while self._done < len(self.chunks) and not self._stop.is_set():
                 began = time.monotonic()
                 self._advance(False)
                 if not self._waited_for:
@@ -169,7 +170,7 @@ class Registration:
 
     def _advance(self, fresh: bool) -> None:
         """Have the next chunk in memory and register it. Raises HostMemoryError; those before it stay."""
-        chunk, count, base = self._chunks[self._done], len(self._chunks), self._memory.data_ptr()
+        chunk, count, base = self.chunks[self._done], len(self.chunks), self._memory.data_ptr()
         address, number = base + chunk.start, self._done + 1
         self.left -= chunk.nbytes
         self._touch(address, chunk.nbytes, fresh)
@@ -193,7 +194,7 @@ class Registration:
                 f" {self.alias + chunk.start:#x} beside the chunks before it, but kernels need one base:"
                 f" raise chunk_bytes to {self._memory.numel():,} for a single chunk"
             )
-        self.ready = self.pages if number == count else self._chunks[number].first
+        self.ready = self.pages if number == count else self.chunks[number].first
         self._done = number
 
     def _undo(self, during: str) -> None:

@@ -66,7 +66,7 @@ def flip(tensor: torch.Tensor, byte: int) -> None:
 def in_parts(pool: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> Checks:
     """Checks that compare so many bytes at once."""
     monkeypatch.setattr(checks, "MOST_BYTES", most)
-    return Checks(pool._backend.driver, pool.program, PAGES, pool.kv_buffer.data_ptr(), {})
+    return Checks(pool._shared.code.driver, pool.program, PAGES, pool.kv_buffer.data_ptr(), {})
 
 
 def fails(ticket: Any, message: str) -> None:

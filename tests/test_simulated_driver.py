@@ -405,10 +405,10 @@ def test_pools_take_the_driver_that_is_in_use(driver: SimulatedDriver) -> None:
     assert driver_in_use() is None
     report = {path.path: path.available for path in pool.path_report()}
     assert report == {"zero_copy": True, "staged": True, "host": False, "torch": True}
-    assert pool._backend.driver is driver
+    assert pool._shared.code.driver is driver
     pool.destroy()
     plain = MLATokenToKVPoolHost(**sizes, page_size=2, capacity_pages=2)
-    assert isinstance(plain._backend.driver, HostDriver)
+    assert isinstance(plain._shared.code.driver, HostDriver)
     plain.destroy()
 
 
