@@ -213,11 +213,8 @@ class Cache:
             for name, path in built.items():
                 path.rename(staged / name)
             digests = {name: hashlib.sha256((staged / name).read_bytes()).hexdigest() for name in built}
-            manifest = {
-                "request": json.loads(key.request.text),
-                "compiler": key.compiler.identity,
-                "binaries": digests,
-            }
+            request, compiler = json.loads(key.request.text), key.compiler.identity
+            manifest = {"request": request, "compiler": compiler, "binaries": digests}
             (staged / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             entry = self._entry(key)
             entry.parent.mkdir(exist_ok=True)
@@ -259,7 +256,8 @@ class Cache:
         for folder in (self.root / "tmp").iterdir():
             with contextlib.suppress(OSError):
                 old = time.time() - folder.stat().st_mtime > STALE_SECONDS
-                if old and not _alive(folder.name.partition("-")[0]):
+                pid = folder.name.partition("-")[0]
+                if old and not (pid.isdigit() and Path("/proc", pid).exists()):
                     shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -285,15 +283,3 @@ def _stem(request: Request) -> str:
             f"unit name: expected letters, digits, '_', '.' and '-' (at most 100), got {request.name!r}"
         )
     return f"{request.name}-{request.digest[:24]}-"
-
-
-def _alive(pid: str) -> bool:
-    if not pid.isdigit():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

@@ -50,9 +50,14 @@ class Param:
     min: int | None = None
     max: int | None = None
     one_of: tuple[int, ...] = ()
-    equals: tuple[tuple[str, ...], Callable[..., int]] | None = None
+    equals: SizeOf | None = None
     length: int | None = None
     default: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The sizes that it becomes: one for each value of a list."""
+        return [self.name] if self.length is None else [f"{self.name}_{i}" for i in range(self.length)]
 
 
 @dataclass(frozen=True)
@@ -168,14 +173,6 @@ class PageRanges:
     left: tuple[tuple[int, int], ...]
     nbytes: int
 
-    @property
-    def starts(self) -> list[int]:
-        """Where the ranges of page 0 start."""
-        found = [self.base]
-        for extent, step in self.left:
-            found = [start + i * step for start in found for i in range(extent)]
-        return found
-
 
 @dataclass(frozen=True)
 class HostLayout:
@@ -253,17 +250,14 @@ def bind_sizes(
     """Every size of a pool by name. Raises ValueError naming the parameter, its bounds and its value."""
     sizes = {"page_size": page_size, **layers}
     sizes |= {f"itemsize_{group}": size for group, size in itemsizes.items()}
-    if page_size < 1:
-        raise ValueError(f"{spec.name}: page_size: expected at least 1, got {page_size}")
+    arguments.whole(spec.name, "page_size", page_size, 1)
     sizes |= bind_params(spec.name, spec.params, params)
     for name, choice in variants.items():
         arguments.one_of(spec.name, name, choice, spec.variants[name])
         sizes |= {f"{name}_{constant}": value for constant, value in spec.variants[name][choice].items()}
     for param in spec.params:
         if param.equals is not None:
-            names, value = param.equals
-            sizes[param.name] = value(*(sizes[name] for name in names))
-            _check(spec.name, param, sizes[param.name])
+            sizes[param.name] = _check(spec.name, param, size_of(param.equals, sizes))
     extents = spec.extents[tuple(variants[name] for name in spec.variants)](**sizes)
     for name, size in extents.items():
         if size < 0:
@@ -298,18 +292,17 @@ def _given(owner: str, param: Param, value: object) -> dict[str, int]:
     if len(values) != param.length:
         most = "" if param.default is None else "at most "
         raise arguments.refusal(owner, param.name, f"{most}{param.length} integers", value)
-    return {f"{param.name}_{i}": _check(owner, param, each) for i, each in enumerate(values)}
+    return {name: _check(owner, param, each) for name, each in zip(param.names, values, strict=True)}
 
 
 def _check(owner: str, param: Param, value: object) -> int:
     found = arguments.integer(owner, param.name, value)
     if param.min is not None and found < param.min:
-        raise ValueError(f"{owner}: {param.name}: expected at least {param.min}, got {found}")
+        raise arguments.refusal(owner, param.name, f"at least {param.min}", found)
     if param.max is not None and found > param.max:
-        raise ValueError(f"{owner}: {param.name}: expected at most {param.max}, got {found}")
+        raise arguments.refusal(owner, param.name, f"at most {param.max}", found)
     if param.one_of and found not in param.one_of:
-        known = ", ".join(map(str, param.one_of))
-        raise ValueError(f"{owner}: {param.name}: expected one of {known}, got {found}")
+        raise arguments.refusal(owner, param.name, f"one of {', '.join(map(str, param.one_of))}", found)
     return found
 
 

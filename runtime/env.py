@@ -1,4 +1,4 @@
-"""The one table of environment variables: name in, checked value out; also as a Markdown table."""
+"""The one table of environment variables: name in, checked value out."""
 
 from __future__ import annotations
 
@@ -85,10 +85,3 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     # A relative XDG_CACHE_HOME is to be ignored, says the XDG base directory specification.
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "poolwright"
-
-
-def markdown_table() -> str:
-    """The table for the README, one row for each variable."""
-    rows = ["| variable | value | default | what it does |", "|---|---|---|---|"]
-    rows += [f"| `{PREFIX}{v.name}` | {v.expected} | {v.shown} | {v.summary} |" for v in VARIABLES]
-    return "\n".join(rows) + "\n"

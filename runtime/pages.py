@@ -50,8 +50,8 @@ def spans(program: SizedProgram, pages: int) -> tuple[Span, ...]:
     for of in program.host(pages).ranges:
         if of.nbytes == 0 or (of.ident is not None and not program.present(of.ident)):
             continue
-        places = itertools.product(*(range(extent) for extent, _ in of.left))
-        for place, start in zip(places, of.starts, strict=True):
+        for place in itertools.product(*(range(extent) for extent, _ in of.left)):
+            start = of.base + sum(at * step for at, (_, step) in zip(place, of.left, strict=True))
             found.append(Span(".".join([of.ident or "page", *map(str, place)]), start, of.nbytes))
     return tuple(sorted(found, key=lambda span: span.start))
 

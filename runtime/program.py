@@ -64,19 +64,17 @@ class SizedProgram:
 
     def dtype(self, dtypes: Mapping[str, torch.dtype], ident: str) -> torch.dtype:
         """The dtype of a component's tensors; a record's are bytes."""
-        for component in self.spec.components:
-            if component.ident == ident:
-                return dtypes[component.group] if component.group else dtype_named(str(component.dtype))
-        return torch.uint8
+        found = next((c for c in self.spec.components if c.ident == ident), None)
+        if found is None:
+            return torch.uint8
+        return dtypes[found.group] if found.group else dtype_named(str(found.dtype))
 
     def itemsize(self, ident: str) -> int:
         """Bytes of one item of a component; 1 for a record."""
-        for component in self.spec.components:
-            if component.ident == ident and component.group:
-                return self.sizes[f"itemsize_{component.group}"]
-            if component.ident == ident:
-                return dtype_named(str(component.dtype)).itemsize
-        return 1
+        found = next((c for c in self.spec.components if c.ident == ident), None)
+        if found is None:
+            return 1
+        return self.sizes[f"itemsize_{found.group}"] if found.group else self.dtype({}, ident).itemsize
 
     @property
     def programs(self) -> tuple[SizedProgram, ...]:
@@ -106,9 +104,7 @@ class SizedProgram:
 
     def constants(self, of: str = "") -> tuple[tuple[str, str], ...]:
         """The macros of this pool; `of`: what their names end with in a group."""
-        names = [
-            n for p in self.spec.params for n in ([p.name] if p.length is None else _listed(p.name, p.length))
-        ]
+        names = [name for param in self.spec.params for name in param.names]
         names += ["page_size", *self.spec.layer_lists]
         names += [f"itemsize_{group}" for group in self.spec.dtypes]
         family = "_".join(self.variants[name] for name in self.spec.variants)
@@ -187,10 +183,6 @@ class GroupProgram:
         return jit.Unit(name, self.folder / "host.cpp", (*defines, ("PW_LANES", "1")))
 
 
-def _listed(name: str, length: int) -> list[str]:
-    return [f"{name}_{i}" for i in range(length)]
-
-
 def folder_of(pool_class: type) -> Path:
     """The folder of a generated pool's sources."""
     file = sys.modules[pool_class.__module__].__file__
@@ -204,8 +196,4 @@ def folder_of(pool_class: type) -> Path:
 def view(table: int, host: int, pages: int, strides: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """The View that every kernel takes first."""
     values = (table, host, pages, *strides)
-    return (ctypes.c_int64 * len(values))(*(_signed(value) for value in values))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+    return (ctypes.c_int64 * len(values))(*values)  # of an address from 1 << 63 on it keeps the bits

@@ -109,10 +109,3 @@ def test_cache_dir_follows_the_desktop_rules(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_name_that_is_not_in_the_table() -> None:
     with pytest.raises(KeyError):
         env.text("SPEED")
-
-
-def test_markdown_table_has_a_row_for_each_variable() -> None:
-    lines = env.markdown_table().splitlines()
-    assert lines[0] == "| variable | value | default | what it does |"
-    assert [line.split("`")[1] for line in lines[2:]] == [env.PREFIX + v.name for v in env.VARIABLES]
-    assert all(line.count("|") == 5 for line in lines)
