@@ -18,15 +18,14 @@ from poolwright.runtime import program as programs
 from poolwright.runtime.backend import Code
 from poolwright.runtime.choice import PATHS
 from poolwright.runtime.driver import Stream
-from poolwright.runtime.errors import OutOfMemoryBudget
-from poolwright.runtime.group_plan import GroupBytes, GroupSpec, plan, sources
-from poolwright.runtime.memory import available_host_bytes
+from poolwright.runtime.group_plan import GroupBytes, GroupSpec, Plan, sources
+from poolwright.runtime.memory import check_available
 from poolwright.runtime.moves import Move
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pool import HostPool
 from poolwright.runtime.program import GroupProgram
-from poolwright.runtime.registration import MODES, Registration, promised_bytes
-from poolwright.runtime.shared import Movable, Shared, being_built
+from poolwright.runtime.registration import Registration
+from poolwright.runtime.shared import Movable, Shared, being_built, place
 from poolwright.runtime.ticket import Ticket
 
 Ids = tuple[torch.Tensor, torch.Tensor]
@@ -52,22 +51,16 @@ class HostPoolGroup(Movable):
         register: str,
         **sizes: Any,
     ) -> None:
-        place = arguments.device(self.spec.name, device)
-        place = torch.device("cpu") if place.type == "cpu" else place
-        if hugepages is not None:
-            hugepages = arguments.flag(self.spec.name, "hugepages", hugepages)
-        arguments.one_of(self.spec.name, "register", register, MODES)
-        self._owner, planned = self.spec.name, plan(self.spec, **sizes)
+        at = place(self.spec.name, device, hugepages, register)
+        self._owner, planned = self.spec.name, Plan(self.spec, **sizes).pools()
         needed = sum(need.host for _, need in planned.values())
-        available = max(0, available_host_bytes() - promised_bytes())
-        if needed > available:
-            raise OutOfMemoryBudget(f"{self.spec.name}: host memory", needed, available, "lower the capacity")
+        check_available(self.spec.name, needed, "lower the capacity")
         folder = programs.folder_of(type(self))
         sized = {name: need.program for name, (_, need) in planned.items()}
-        code = Code(GroupProgram(self.spec.name, folder, self.spec.parts, sized), place, require)
+        code = Code(GroupProgram(self.spec.name, folder, self.spec.parts, sized), at, require)
         self._shared = Shared(code, self.spec.name)
         self.pools: dict[str, HostPool] = {}
-        common: dict[str, Any] = {"device": place, "require": require}
+        common: dict[str, Any] = {"device": at, "require": require}
         common |= {"hugepages": hugepages, "register": register}
         token = being_built.set(self._shared)
         try:
@@ -108,7 +101,7 @@ class HostPoolGroup(Movable):
 
     @classmethod
     def _required_bytes(cls, **sizes: Any) -> GroupBytes:
-        return GroupBytes({name: need for name, (_, need) in plan(cls.spec, **sizes).items()})
+        return GroupBytes({name: need for name, (_, need) in Plan(cls.spec, **sizes).pools().items()})
 
     @property
     def _registrations(self) -> tuple[Registration, ...]:

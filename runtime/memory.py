@@ -20,7 +20,7 @@ import torch
 
 from poolwright.runtime.budget import available_host_bytes
 from poolwright.runtime.errors import OutOfMemoryBudget
-from poolwright.runtime.registration import Chunk, HostMemoryError, Registrar, Registration
+from poolwright.runtime.registration import Chunk, HostMemoryError, Registrar, Registration, promised_bytes
 
 __all__ = ["HostBuffer", "HostMemoryError", "Registrar", "Units", "available_host_bytes"]
 
@@ -156,6 +156,13 @@ class HostBuffer:
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
+
+
+def check_available(owner: str, nbytes: int, advice: str) -> None:
+    """Raises OutOfMemoryBudget for more bytes than are left and promised to no other pool."""
+    available = max(0, available_host_bytes() - promised_bytes())
+    if nbytes > available:
+        raise OutOfMemoryBudget(f"{owner}: host memory", nbytes, available, advice)
 
 
 def _check_units(nbytes: int, units: Sequence[Units]) -> None:

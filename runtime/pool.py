@@ -23,14 +23,14 @@ from poolwright.runtime.description import HostLayout, PoolSpec, bind_sizes, dty
 from poolwright.runtime.driver import Memory, Stream
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.memory import GUARD, HostBuffer, Units, available_host_bytes
+from poolwright.runtime.memory import GUARD, HostBuffer, Units, check_available
 from poolwright.runtime.moves import Member, Move, Ring
 from poolwright.runtime.opaque import opaque
 from poolwright.runtime.pages import Pages
 from poolwright.runtime.parts import SLOTS, Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
-from poolwright.runtime.registration import MODES, Registration, promised_bytes
-from poolwright.runtime.shared import Movable, Shared, being_built
+from poolwright.runtime.registration import Registration
+from poolwright.runtime.shared import Movable, Shared, being_built, place
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import together
@@ -86,14 +86,10 @@ class HostPool(Movable, Pages):
         hugepages: bool | None,
         register: str,
     ) -> None:
-        arguments.one_of(self.spec.name, "register", register, MODES)
+        self.device = place(self.spec.name, device, hugepages, register)
         self.lists = {name: _layer_ids(self.spec, name, ids) for name, ids in layers.items()}
         self.layout, self.form = layout, form
         self.dtypes = dict(dtypes)
-        place = arguments.device(self.spec.name, device)
-        self.device = torch.device("cpu") if place.type == "cpu" else place
-        if hugepages is not None:
-            hugepages = arguments.flag(self.spec.name, "hugepages", hugepages)
         self.program = self.sized(params, dtypes, self.lists, variants, page_size, layout, form)
         self.sizes = self.program.sizes
         self.page_size = self.sizes["page_size"]
@@ -117,13 +113,11 @@ class HostPool(Movable, Pages):
         # Where ranges are small, their number decides how long copies take, and neighbours are copied as one.
         self._merges = self.page_bytes < len(self._spans) * costs.copy * costs.link_rate
         nbytes = self.host_layout(self.page_num).nbytes
-        available = max(0, available_host_bytes() - promised_bytes())
-        if nbytes > available:
-            advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
-            raise OutOfMemoryBudget(f"{self.spec.name}: host memory", nbytes, available, advice)
+        advice = f"lower capacity_pages (a page takes {self.page_bytes:,} bytes)"
+        check_available(self.spec.name, nbytes, advice)
         self._buffer = HostBuffer(
             nbytes,
-            hugepages=env.flag("HUGEPAGES") if hugepages is None else hugepages,
+            hugepages=env.flag("HUGEPAGES") if hugepages is None else bool(hugepages),
             numa_node=shared.code.numa_node(),
             registrar=shared.code.registrar(),
             units=[Units(span.start, span.nbytes, self.page_num) for span in self._spans],

@@ -7,13 +7,15 @@ import os
 import weakref
 from contextvars import ContextVar
 
+import torch
+
 from poolwright.runtime import arguments
 from poolwright.runtime.backend import Code
 from poolwright.runtime.choice import Availability
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import PoolError, WrongProcess
 from poolwright.runtime.opaque import opaque
-from poolwright.runtime.registration import Registration
+from poolwright.runtime.registration import MODES, Registration
 from poolwright.runtime.transfer import Transfers
 
 
@@ -67,6 +69,15 @@ def _close(transfers: Transfers, owner: int) -> None:
 
 being_built: ContextVar[Shared | None] = ContextVar("being_built", default=None)
 """Set by a group while it builds its pools: they share what is in it."""
+
+
+def place(owner: str, device: object, hugepages: object, register: object) -> torch.device:
+    """The device; what a pool and a group are both told about host memory is checked. Raises ValueError."""
+    arguments.one_of(owner, "register", register, MODES)
+    if hugepages is not None:
+        arguments.flag(owner, "hugepages", hugepages)
+    found = arguments.device(owner, device)
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 class Movable:

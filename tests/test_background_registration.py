@@ -31,7 +31,6 @@ from poolwright.generated.groups.target_draft import TargetDraftHostPoolGroup
 from poolwright.generated.pools.mha.pool import MHATokenToKVPoolHost
 from poolwright.generated.pools.mla.pool import MLATokenToKVPoolHost
 from poolwright.runtime import env, memory, registration
-from poolwright.runtime import group as groups
 from poolwright.runtime import pool as pools
 from poolwright.runtime.controller import CacheController
 from poolwright.runtime.driver.simulated import SimulationError
@@ -703,13 +702,12 @@ def test_bytes_that_are_promised_are_not_promised_again(
     gate.wait()
     assert registration.promised_bytes() == CHUNK  # the third chunk: the second is begun with
     free = 6 * PAGE + CHUNK
-    for module in (pools, groups):
-        monkeypatch.setattr(module, "available_host_bytes", lambda: free - 1)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: free - 1)
     with pytest.raises(OutOfMemoryBudget, match=f"needs 24,576 bytes, {6 * PAGE - 1:,} are available"):
         mla(driver)
     with pytest.raises(OutOfMemoryBudget, match=f"{6 * PAGE - 1:,} are available"):
         drafted(driver, capacity_pages={"target": 4})
-    monkeypatch.setattr(pools, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: free)
     other = mla(driver, register="now")
     gate.let()
     gate.let()

@@ -26,8 +26,7 @@ from simulation import GROUPS, first, group_world
 
 import poolwright.generated as generated
 from poolwright.generated import MLATokenToKVPoolHost
-from poolwright.runtime import group as groups
-from poolwright.runtime import jit, toolchain
+from poolwright.runtime import jit, memory, toolchain
 from poolwright.runtime.driver.simulated import SimulatedDriver
 from poolwright.runtime.errors import OutOfMemoryBudget, PoolError, WrongProcess
 from poolwright.runtime.group import HostPoolGroup
@@ -692,7 +691,7 @@ def test_a_bound_that_no_pool_takes_is_refused(given: int, message: str) -> None
 
 def test_the_budget_of_the_machine_is_asked_for_all_pools_together(monkeypatch: pytest.MonkeyPatch) -> None:
     need = generated.group_class("kimi_linear").required_bytes(**HYBRID, capacity_pages={"kv": 9, "state": 5})
-    monkeypatch.setattr(groups, "available_host_bytes", lambda: need.host - 1)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: need.host - 1)
     driver = Counted()
     with (
         use_driver(driver),
