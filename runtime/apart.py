@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rows:
     """The bytes of one tensor that are used: runs of `run` bytes from address `start` on, repeated along
-    `axes`, (bytes a step, extent) with the longest step first. `name`: the component that it is of."""
+    `axes`, (bytes a step, extent) with the longest step first. `name`: the component that it is of.
+    `owner`: the pool, where only those of different pools are compared."""
 
     name: str
     start: int
     run: int
     axes: tuple[tuple[int, int], ...]
+    owner: str = ""
 
     @property
     def end(self) -> int:
@@ -35,25 +37,14 @@ def rows(name: str, start: int, run: int, axes: Iterable[tuple[int, int]]) -> Ro
 
 
 def sharing(every: Sequence[Rows]) -> tuple[Rows, Rows] | None:
-    """Two of these that have a byte in common, or None."""
-    return _sharing([(str(at), one) for at, one in enumerate(every)])
-
-
-def sharing_between(owners: Mapping[str, Sequence[Rows]]) -> tuple[Rows, Rows] | None:
-    """Rows of two owners that have a byte in common, named ``owner.name``, or None."""
-    every = ((owner, one) for owner, some in owners.items() for one in some)
-    return _sharing([(owner, replace(one, name=f"{owner}.{one.name}")) for owner, one in every])
-
-
-def _sharing(every: Sequence[tuple[str, Rows]]) -> tuple[Rows, Rows] | None:
-    """The first two, in the order of addresses, of different owners."""
-    before: list[tuple[str, Rows]] = []
-    for mine, one in sorted(every, key=lambda each: each[1].start):
-        before = [each for each in before if each[1].end > one.start]
-        for owner, other in before:
-            if owner != mine and meet(other, one):
+    """The first two of these, by address, that have a byte in common, or None. Rows of one owner may."""
+    before: list[Rows] = []
+    for one in sorted(every, key=lambda each: each.start):
+        before = [other for other in before if other.end > one.start]
+        for other in before:
+            if (one.owner != other.owner or not one.owner) and meet(other, one):
                 return other, one
-        before.append((mine, one))
+        before.append(one)
     return None
 
 

@@ -96,9 +96,7 @@ class Code:
         arch = env.text("CUDA_ARCH") or _arch_of(self.device)
         compiler = toolchain.find_cuda(env.text("CUDA_COMPILER"))
         if isinstance(compiler, toolchain.Compiler):
-            newer = toolchain.check_driver(compiler, driver_version())
-            if newer is not None:
-                raise newer.error()
+            toolchain.check_driver(compiler, driver_version())
         cubins = jit.cubins(self.source.unit("kernels", align), arch)
         try:
             with self.driver.guard():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -406,13 +406,12 @@ def check_between(group: str, bindings: Mapping[str, Binding]) -> None:
 
     Raises ValueError.
     """
-    found = apart.sharing_between({pool: binding.rows for pool, binding in bindings.items()})
+    every = [replace(each, owner=pool) for pool, binding in bindings.items() for each in binding.rows]
+    found = apart.sharing(every)
     if found is not None:
-        one, other = sorted(each.name for each in found)
-        raise ValueError(
-            f"{group}: bind: {one} and {other}: a row of each has the same memory; pools of a group need "
-            f"tensors of their own"
-        )
+        one, other = sorted(f"{each.owner}.{each.name}" for each in found)
+        what = f"{one} and {other}: a row of each has the same memory"
+        raise ValueError(f"{group}: bind: {what}; pools of a group need tensors of their own")
 
 
 def _as_axes(

@@ -19,7 +19,6 @@ from poolwright.runtime.driver import Driver, Memory, Stream
 from poolwright.runtime.errors import PoolError
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.memory import GUARD, PATTERN
-from poolwright.runtime.pages import spans
 from poolwright.runtime.program import SizedProgram
 
 MOST_BYTES = 64 << 20
@@ -47,8 +46,8 @@ class Checks:
         self._guards = guards
         page_bytes = program.host(1).page_bytes
         self._most = min(pages, max(1, MOST_BYTES // max(page_bytes, 1)))
-        self._inside = spans(program, self._most)
-        self._spans = tuple(zip(spans(program, pages), self._inside, strict=True))
+        self._inside = program.spans(self._most)
+        self._spans = tuple(zip(program.spans(pages), self._inside, strict=True))
 
     def compare(
         self,

@@ -7,7 +7,6 @@ and another format tag; capacity and slot change neither.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -18,22 +17,11 @@ import torch
 from poolwright.runtime import arguments, scalars
 from poolwright.runtime.description import HostPart, PoolSpec
 from poolwright.runtime.indexing import host_view
-from poolwright.runtime.program import SizedProgram
+from poolwright.runtime.program import SizedProgram, Span
+from poolwright.runtime.shared import Movable
 
 Index = int | torch.Tensor | Iterable[int]
 """A page: the id of its first token (an integer or 0-dim tensor), or all its ids in order."""
-
-
-class Span(NamedTuple):
-    """A contiguous range of every page: of page p the `nbytes` bytes from ``start + p * nbytes`` on.
-
-    `name`: the component, or ``page`` for a range that holds all of them; then, where the layout has axes
-    outside the page, the position on each (``k.3``: layer 3 in layer_first).
-    """
-
-    name: str
-    start: int
-    nbytes: int
 
 
 class PageObject(NamedTuple):
@@ -44,19 +32,7 @@ class PageObject(NamedTuple):
     nbytes: int
 
 
-def spans(program: SizedProgram, pages: int) -> tuple[Span, ...]:
-    """The ranges of a page in a buffer of so many pages; what has no bytes has none."""
-    found = []
-    for of in program.host(pages).ranges:
-        if of.nbytes == 0 or (of.ident is not None and not program.present(of.ident)):
-            continue
-        for place in itertools.product(*(range(extent) for extent, _ in of.left)):
-            start = of.base + sum(at * step for at, (_, step) in zip(place, of.left, strict=True))
-            found.append(Span(".".join([of.ident or "page", *map(str, place)]), start, of.nbytes))
-    return tuple(sorted(found, key=lambda span: span.start))
-
-
-class Pages:
+class Pages(Movable):
     """The part of `HostPool` that gives and takes pages.
 
     A page is named by the id of its first token, as `alloc` returns it; what is not the first token of a
@@ -76,16 +52,13 @@ class Pages:
 
     def _settle(self, pages: set[int], reads: bool) -> None:
         """Wait for what touches these pages; `reads`: raise TransferError for a failed write-back."""
-        raise NotImplementedError
-
-    def _alive(self) -> None:
-        raise NotImplementedError
+        self._shared.transfers.settle(self._owner, pages, reads)
 
     # ---- sizes
 
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
-        return spans(self.program, self.page_num)
+        return self.program.spans(self.page_num)
 
     @property
     def page_object_names(self) -> tuple[str, ...]:

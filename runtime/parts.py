@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 from poolwright.runtime.description import HostLayout, align_up
 from poolwright.runtime.errors import OutOfMemoryBudget
 from poolwright.runtime.moves import ABSENT, Steps
-from poolwright.runtime.pages import spans
 from poolwright.runtime.program import SizedProgram, pages_within
 
 SLOTS = 2
@@ -155,19 +154,13 @@ class Cutter:
         self._host, self._staged = program.host(pages), program.host(max(slot.pages, 1))
         self.whole = tuple(
             Run(outer.start, outer.nbytes, inner.start, inner.nbytes, outer.nbytes)
-            for outer, inner in zip(spans(program, pages), spans(program, max(slot.pages, 1)), strict=True)
+            for outer, inner in zip(program.spans(pages), program.spans(max(slot.pages, 1)), strict=True)
         )
         self.ways = [way for way in ("write_back", "load") if program.cuts(way)]
         self.units = units(program) if self.ways else ()
-        self.parts = () if slot.pages else tuple(self._parts())
+        ends = accumulate((len(row) for row in self._fitting(self.units)), initial=0)
+        self.parts = () if slot.pages else tuple(pairwise(ends))
         self._cuts: dict[tuple[str, int, int, int], Cut] = {}
-
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """As many units as fit a slot, again and again."""
-        first = 0
-        for part in self._fitting(self.units):
-            yield first, first + len(part)
-            first += len(part)
 
     def _fitting(self, units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
         """These units in rows that fit a slot."""

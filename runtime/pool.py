@@ -30,7 +30,7 @@ from poolwright.runtime.pages import Pages
 from poolwright.runtime.parts import SLOTS, Slot, slot_of, slots_of, units
 from poolwright.runtime.program import SizedProgram
 from poolwright.runtime.registration import Registration
-from poolwright.runtime.shared import Movable, Shared, being_built, place
+from poolwright.runtime.shared import Shared, being_built, place
 from poolwright.runtime.slots import Slots
 from poolwright.runtime.ticket import Ticket
 from poolwright.runtime.transfer import together
@@ -54,7 +54,7 @@ class RequiredBytes:
     program: SizedProgram = field(repr=False)
 
 
-class HostPool(Movable, Pages):
+class HostPool(Pages):
     """Host memory for the pages of one kind of cache, and their transfers.
 
     Ids are index units (tokens, or slots): page p is ids ``p * page_size`` to ``(p + 1) * page_size - 1``.
@@ -534,9 +534,6 @@ class HostPool(Movable, Pages):
     @property
     def _slot_bytes(self) -> int:
         return 0 if self.staging is None else self.staging.nbytes // slots_of(self.spec.updates == "in_place")
-
-    def _settle(self, pages: set[int], reads: bool) -> None:
-        self._transfers.settle(self.name, pages, reads)
 
     def _batch(
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,18 @@ from poolwright.runtime.description import DevicePart, HostLayout, PoolSpec, Wal
 
 MAX_LANES_WORK = (1 << 32) - (1 << 24)
 """Vectors one launch may count: its index has 32 bits, and the last lanes step past the end."""
+
+
+class Span(NamedTuple):
+    """A contiguous range of every page: of page p the `nbytes` bytes from ``start + p * nbytes`` on.
+
+    `name`: the component, or ``page`` for a range that holds all of them; then, where the layout has axes
+    outside the page, the position on each (``k.3``: layer 3 in layer_first).
+    """
+
+    name: str
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,17 @@ class SizedProgram:
 
     def host(self, pages: int) -> HostLayout:
         return self.spec.layouts[self.layout].numbers(pages, **self.sizes)
+
+    def spans(self, pages: int) -> tuple[Span, ...]:
+        """The ranges of a page in a buffer of so many pages; what has no bytes has none."""
+        found = []
+        for of in self.host(pages).ranges:
+            if of.nbytes == 0 or (of.ident is not None and not self.present(of.ident)):
+                continue
+            for place in itertools.product(*(range(extent) for extent, _ in of.left)):
+                start = of.base + sum(at * step for at, (_, step) in zip(place, of.left, strict=True))
+                found.append(Span(".".join([of.ident or "page", *map(str, place)]), start, of.nbytes))
+        return tuple(sorted(found, key=lambda span: span.start))
 
     def present(self, ident: str) -> bool:
         """Whether a component is there and has bytes."""

@@ -27,9 +27,6 @@ class Missing:
     why: str
     command: str
 
-    def error(self) -> BackendUnavailable:
-        return BackendUnavailable(self.what, self.why, self.command)
-
 
 @dataclass(frozen=True)
 class Compiler:
@@ -97,28 +94,25 @@ def nvrtc_archs() -> tuple[str, ...]:
     return tuple(f"sm_{arch}" for arch in archs)
 
 
-def check_arch(compiler: Compiler, arch: str) -> Missing | None:
-    """None if `compiler` can compile for `arch` as far as it can be asked, else the reason why not."""
-    if compiler.kind != "nvrtc" or arch.rstrip("af") in nvrtc_archs():
-        return None
-    why = f"NVRTC {compiler.version} compiles for {', '.join(nvrtc_archs())}"
-    return Missing(
-        f"CUDA code for {arch}", why, "set POOLWRIGHT_CUDA_ARCH to one of these, or install another"
-    )
+def check_arch(compiler: Compiler, arch: str) -> None:
+    """Raises BackendUnavailable if `compiler` cannot compile for `arch`, as far as it can be asked."""
+    if compiler.kind == "nvrtc" and arch.rstrip("af") not in nvrtc_archs():
+        why = f"NVRTC {compiler.version} compiles for {', '.join(nvrtc_archs())}"
+        mend = "set POOLWRIGHT_CUDA_ARCH to one of these, or install another"
+        raise BackendUnavailable(f"CUDA code for {arch}", why, mend)
 
 
-def check_driver(compiler: Compiler, driver: tuple[int, int]) -> Missing | None:
-    """None if the driver (its CUDA version) loads what `compiler` makes, else the reason why not.
+def check_driver(compiler: Compiler, driver: tuple[int, int]) -> None:
+    """Raises BackendUnavailable if the driver (its CUDA version) does not load what `compiler` makes.
 
     Cubins run on every driver of their major version, and on later ones.
     """
     found = re.search(r"(\d+)\.(\d+)", compiler.version)
-    if found is None or int(found[1]) <= driver[0]:
-        return None
-    runs = f"{driver[0]}.{driver[1]}"
-    why = f"{compiler.kind} {compiler.version} is newer than the driver, which runs CUDA {runs}"
-    wheels = f"pip install 'cuda-bindings<{driver[0] + 1}', or update the driver"
-    return Missing("CUDA", why, wheels)
+    if found is not None and int(found[1]) > driver[0]:
+        runs = f"{driver[0]}.{driver[1]}"
+        why = f"{compiler.kind} {compiler.version} is newer than the driver, which runs CUDA {runs}"
+        wheels = f"pip install 'cuda-bindings<{driver[0] + 1}', or update the driver"
+        raise BackendUnavailable("CUDA", why, wheels)
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poolwright.runtime.pages import spans
 from poolwright.runtime.pool import HostPool
 
 KEYS_AND_VALUES = {"k", "v"}
@@ -25,7 +24,7 @@ class PagePart(NamedTuple):
 
 def page_parts(pool: HostPool) -> tuple[PagePart, ...]:
     """The ranges of a page, in the order in which they lie."""
-    found = [PagePart(at.name, at.start, at.nbytes, at.nbytes) for at in spans(pool.program, pool.page_num)]
+    found = [PagePart(at.name, at.start, at.nbytes, at.nbytes) for at in pool.program.spans(pool.page_num)]
     if [part.name for part in found] == ["page"] and set(_components(pool)) == KEYS_AND_VALUES:
         halves = [half for name in _components(pool) if (half := _half(pool, name)) is not None]
         found = halves if len(halves) == 2 else found
