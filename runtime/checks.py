@@ -17,6 +17,7 @@ import torch
 from poolwright.runtime import indexing
 from poolwright.runtime.driver import Driver, Memory, Stream
 from poolwright.runtime.errors import PoolError
+from poolwright.runtime.indexing import Positions, Views
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.memory import GUARD, PATTERN
 from poolwright.runtime.program import SizedProgram
@@ -50,12 +51,7 @@ class Checks:
         self._spans = tuple(zip(program.spans(pages), self._inside, strict=True))
 
     def compare(
-        self,
-        batch: Batch,
-        layers: Mapping[str | None, Sequence[int]] | None,
-        views: Mapping[str, Sequence[torch.Tensor]],
-        stream: Stream,
-        keep: list[object],
+        self, batch: Batch, layers: Positions | None, views: Views, stream: Stream, keep: list[object]
     ) -> Verdict:
         """Queue the comparison of a batch in `stream`. `keep` takes what must live until it has run.
 
@@ -83,8 +79,8 @@ class Checks:
         self,
         fetched: torch.Tensor,
         part: Batch,
-        layers: Mapping[str | None, Sequence[int]] | None,
-        views: Mapping[str, Sequence[torch.Tensor]],
+        layers: Positions | None,
+        views: Views,
         differ: list[torch.Tensor],
     ) -> None:
         """Write the device rows over a copy of the host pages: nothing may change."""

@@ -31,6 +31,10 @@ from poolwright.runtime.ticket import Ticket
 Ids = tuple[torch.Tensor, torch.Tensor]
 """(host, device) ids of one pool."""
 
+Tensors = Mapping[str, Mapping[str, object]]
+LayerIds = Mapping[str, Iterable[int]]
+"""By pool, as its own `bind` takes them."""
+
 
 class HostPoolGroup(Movable):
     """Pools that move together, in the fixed order of the spec: one budget, one allocation, one call.
@@ -163,11 +167,7 @@ class HostPoolGroup(Movable):
 
     # ---- device tensors
 
-    def bind(
-        self,
-        tensors: Mapping[str, Mapping[str, object]],
-        layer_ids: Mapping[str, Iterable[int]] | None = None,
-    ) -> None:
+    def bind(self, tensors: Tensors, layer_ids: LayerIds | None = None) -> None:
         """Use these device tensors, by pool as its own `bind` takes them; all are checked before any is used.
 
         A pool without bytes needs none.
@@ -188,11 +188,7 @@ class HostPoolGroup(Movable):
                 raise ValueError(f"{self.spec.name}: {name}: {error}") from None
         pool._take(bound)
 
-    def rebind(
-        self,
-        tensors: Mapping[str, Mapping[str, object]],
-        layer_ids: Mapping[str, Iterable[int]] | None = None,
-    ) -> None:
+    def rebind(self, tensors: Tensors, layer_ids: LayerIds | None = None) -> None:
         """`bind` anew, after everything in flight."""
         self._alive()
         self._shared.transfers.drain()

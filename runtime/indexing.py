@@ -10,6 +10,12 @@ from poolwright.runtime.description import HostLayout, HostPart
 from poolwright.runtime.indices import Batch
 from poolwright.runtime.program import SizedProgram
 
+Views = Mapping[str, Sequence[torch.Tensor]]
+"""The bound tensors' bytes by component, as `Binding` has them."""
+
+Positions = Mapping[str | None, Sequence[int]]
+"""Layers to move: positions by layer list; under None [0] for components without layers, or nothing."""
+
 
 def host_view(buffer: torch.Tensor, part: HostPart, size: int) -> torch.Tensor:
     """A component of a host (or staging) buffer: its axes, and the `size` bytes of one item last."""
@@ -22,15 +28,13 @@ def move(
     program: SizedProgram,
     layout: HostLayout,
     buffer: torch.Tensor,
-    views: Mapping[str, Sequence[torch.Tensor]],
+    views: Views,
     direction: str,
     batch: Batch,
-    layers: Mapping[str | None, Sequence[int]] | None,
+    layers: Positions | None,
 ) -> None:
-    """Move a batch between `buffer` (uint8, all host bytes) and the bound tensors' byte views.
-
-    `layers`: positions to move by layer list; under None [0] for components without layers, or nothing.
-    """
+    """Move a batch between `buffer` (uint8, all host bytes) and the bound tensors' byte views: all layers, or
+    those at these positions."""
     pages, tokens = _ids(batch, program.sizes["page_size"], buffer.device)
     for part in program.device:
         bound = views.get(part.ident)

@@ -20,7 +20,7 @@ from pathlib import Path
 from poolwright.runtime import env, toolchain
 from poolwright.runtime.cache import Binary, Cache, Corrupt, Key, Request
 from poolwright.runtime.errors import BackendUnavailable, CompileError, PoolError
-from poolwright.runtime.toolchain import Missing
+from poolwright.runtime.toolchain import Compiler, Missing
 
 HOST_FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-pthread"),
@@ -76,9 +76,7 @@ def request(unit: Unit, kind: str, flags: Sequence[str], arch: str) -> Request:
 def host_flags() -> tuple[str, ...]:
     """The flags of a `host.cpp`; POOLWRIGHT_OPTIMIZE sets another level, for tests that compile a lot."""
     level = env.text("OPTIMIZE")
-    return (
-        HOST_FLAGS if level == "2" else tuple(f"-O{level}" if flag == "-O2" else flag for flag in HOST_FLAGS)
-    )
+    return tuple(f"-O{level}" if flag == "-O2" else flag for flag in HOST_FLAGS)
 
 
 def host_libraries(units: Sequence[Unit]) -> list[Path]:
@@ -87,14 +85,7 @@ def host_libraries(units: Sequence[Unit]) -> list[Path]:
     Without a C++ compiler, libraries that any compiler made from the same request are taken. Raises
     CompileError (the libraries that did compile are kept), and BackendUnavailable for what is missing.
     """
-    cache, compiler = Cache(env.cache_dir()), toolchain.find_cxx()
-    requests = [_host_request(unit) for unit in units]
-    if isinstance(compiler, Missing):
-        return [_prebuilt(cache, *pair, compiler)[0].path for pair in zip(units, requests, strict=True)]
-    keys = [Key(wanted, compiler) for wanted in requests]
-    by_key = dict(zip(keys, units, strict=True))
-    found = cache.obtain(keys, partial(_build, cache, by_key))
-    return [binaries[0].path for binaries in found]
+    return [binaries[0].path for binaries in _obtain(units, None)]
 
 
 @functools.cache
@@ -113,35 +104,40 @@ def cubins(unit: Unit, arch: str, compiler: str | None = None) -> list[bytes]:
     `compiler` None: as POOLWRIGHT_CUDA_COMPILER says. Needs no GPU. A warning is an error. Without the
     compiler, binaries that it made elsewhere from the same request are taken. Raises as `host_libraries`.
     """
-    kind = compiler or env.text("CUDA_COMPILER")
-    cache, found = Cache(env.cache_dir()), toolchain.find_cuda(kind)
-    wanted = _cubin_request(unit, arch, kind)
-    if isinstance(found, Missing):
-        return [binary.data for binary in _prebuilt(cache, unit, wanted, found)]
-    key = Key(wanted, found)
-    (binaries,) = cache.obtain([key], partial(_build, cache, {key: unit}))
+    (binaries,) = _obtain([unit], arch, compiler)
     return [binary.data for binary in binaries]
 
 
 def is_cached(unit: Unit, arch: str | None = None) -> bool:
     """Whether `host_libraries` (`arch` None) or `cubins` would find the unit compiled, and whole."""
-    kind = env.text("CUDA_COMPILER")
-    found = toolchain.find_cxx() if arch is None else toolchain.find_cuda(kind)
-    wanted = _host_request(unit) if arch is None else _cubin_request(unit, arch, kind)
+    compiler, (wanted,) = _asked([unit], arch)
     cache = Cache(env.cache_dir())
     try:
-        binaries = cache.find_any(wanted) if isinstance(found, Missing) else cache.find(Key(wanted, found))
+        if isinstance(compiler, Missing):
+            return cache.find_any(wanted) is not None
+        return cache.find(Key(wanted, compiler)) is not None
     except Corrupt:
         return False  # it is built again when it is asked for, and said then
-    return binaries is not None
 
 
-def _host_request(unit: Unit) -> Request:
-    return request(unit, "host", host_flags(), f"{sys.platform}-{platform.machine()}")
+def _obtain(units: Sequence[Unit], arch: str | None, kind: str | None = None) -> list[tuple[Binary, ...]]:
+    cache, (compiler, requests) = Cache(env.cache_dir()), _asked(units, arch, kind)
+    if isinstance(compiler, Missing):
+        return [_prebuilt(cache, *pair, compiler) for pair in zip(units, requests, strict=True)]
+    keys = [Key(wanted, compiler) for wanted in requests]
+    return cache.obtain(keys, partial(_build, cache, dict(zip(keys, units, strict=True))))
 
 
-def _cubin_request(unit: Unit, arch: str, kind: str) -> Request:
-    return request(unit, "cubin", NVRTC_FLAGS if kind == "nvrtc" else NVCC_FLAGS, arch)
+def _asked(
+    units: Sequence[Unit], arch: str | None, kind: str | None = None
+) -> tuple[Compiler | Missing, list[Request]]:
+    """What compiles for this architecture, None for this machine's CPU, and what is asked of it."""
+    if arch is None:
+        here, flags = f"{sys.platform}-{platform.machine()}", host_flags()
+        return toolchain.find_cxx(), [request(unit, "host", flags, here) for unit in units]
+    kind = kind or env.text("CUDA_COMPILER")
+    options = NVRTC_FLAGS if kind == "nvrtc" else NVCC_FLAGS
+    return toolchain.find_cuda(kind), [request(unit, "cubin", options, arch) for unit in units]
 
 
 # ---- what a unit consists of ------------------------------------------------------------------

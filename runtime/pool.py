@@ -438,14 +438,10 @@ class HostPool(Pages):
     def _takes(self, batch: indices.Batch, other: HostPool) -> bool:
         """Whether ids that were checked for `other` are checked for this pool, too."""
         mine, theirs = self._limits, other._limits
-        return (
-            mine is not None
-            and theirs is not None
-            and batch.unit == "pages"
-            and mine.page_size == theirs.page_size
-            and mine.device_pages >= theirs.device_pages
-            and set(mine.reserved) <= set(theirs.reserved)
-        )
+        if mine is None or theirs is None or batch.unit != "pages":
+            return False
+        same, fewer = mine.page_size == theirs.page_size, set(mine.reserved) <= set(theirs.reserved)
+        return same and fewer and mine.device_pages >= theirs.device_pages
 
     def overwritten_guard(self) -> str:
         """Which of the guard bytes round this pool's memory were written to, in words; empty for none."""

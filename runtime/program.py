@@ -144,10 +144,7 @@ class SizedProgram:
     def unit(self, kind: str, align: int) -> jit.Unit:
         """What to compile: ``atoms`` or ``lanes`` of host.cpp, or ``kernels`` of kernels.cu in its parts."""
         name = f"{self.spec.name}-{self.form}-{self.layout}-{kind}"
-        if kind == "kernels":
-            return jit.Unit(name, self.folder / "kernels.cu", self.defines(align), self.spec.parts)
-        extra = (("PW_LANES", "1"),) if kind == "lanes" else ()
-        return jit.Unit(name, self.folder / "host.cpp", self.defines(align) + extra)
+        return _unit(kind, name, self.folder, self.defines(align), self.spec.parts)
 
     def check(self, library: ctypes.CDLL, align: int) -> None:
         """Compare every constant of the compiled program with pool.py. Raises RuntimeError."""
@@ -202,10 +199,17 @@ class GroupProgram:
     def unit(self, kind: str, align: int) -> jit.Unit:
         """What to compile: ``lanes`` of host.cpp, or ``kernels`` of kernels.cu in its parts."""
         constants = [c for name, program in self.members.items() for c in program.constants(f"_OF_{name}")]
-        defines, name = (("PW_ALIGN", str(align)), *constants), f"{self.name}-{kind}"
-        if kind == "kernels":
-            return jit.Unit(name, self.folder / "kernels.cu", defines, self.parts)
-        return jit.Unit(name, self.folder / "host.cpp", (*defines, ("PW_LANES", "1")))
+        defines = (("PW_ALIGN", str(align)), *constants)
+        return _unit(kind, f"{self.name}-{kind}", self.folder, defines, self.parts)
+
+
+def _unit(
+    kind: str, name: str, folder: Path, defines: tuple[tuple[str, str], ...], parts: tuple[str, ...]
+) -> jit.Unit:
+    if kind == "kernels":
+        return jit.Unit(name, folder / "kernels.cu", defines, parts)
+    extra = (("PW_LANES", "1"),) if kind == "lanes" else ()
+    return jit.Unit(name, folder / "host.cpp", defines + extra)
 
 
 def folder_of(pool_class: type) -> Path:
