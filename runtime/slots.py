@@ -13,8 +13,8 @@ import itertools
 import operator
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -50,12 +50,10 @@ class Slots:
         self._freed = array("q")  # next batch
         self._available = self.pages
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Nothing else changes what is allocated while this is open. Several are opened in the order of the
         group's pools, and none while transfers are locked."""
-        with self._lock:
-            yield
+        return self._lock
 
     def available_size(self) -> int:
         """Token ids that can be allocated."""
