@@ -221,8 +221,9 @@ class HostPoolGroup(Movable):
         same path; a pool that takes another's ids moves with it.
         """
         asked = self._asked("write_back", moves)
-        self._check_call("producer", producer, timed)
-        self._check_by_pool(unit, path)
+        self._check_call("producer", producer, None, timed)
+        if path is not None or not isinstance(unit, str):
+            self._check_by_pool(unit, path)
         found = self._moves("write_back", asked, unit, validate, path, qos, False)
         return self._shared.transfers.submit("write_back", found, producer, timed=timed)
 
@@ -243,8 +244,9 @@ class HostPoolGroup(Movable):
         """Copy host pages of several pools to device pages (H2D). `order` ``layer``: by layer id over all
         pools, each told on its own; `layers`: only these layer ids."""
         asked = self._asked("load", moves)
-        self._check_call("readers", readers, timed)
-        self._check_by_pool(unit, path)
+        self._check_call("readers", readers, None, timed)
+        if path is not None or not isinstance(unit, str):
+            self._check_by_pool(unit, path)
         if layers is not None:
             layers = arguments.layer_ids(self.spec.name, "layers", layers)
         numbers = [number for pool, _, _ in asked for number in pool._numbers]
@@ -280,7 +282,7 @@ class HostPoolGroup(Movable):
         qos: str | None,
         layered: bool,
     ) -> list[Move]:
-        self._alive()
+        self._shared.alive(self._owner)
         found: list[Move] = []
         for pool, name, pair in asked:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:

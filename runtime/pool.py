@@ -370,8 +370,8 @@ class HostPool(Pages):
         `qos` ``background``: leave the SMs to others; ``urgent``: the submission counts, too. `timed`: the
         ticket tells its seconds.
         """
-        self._check_call("producer", producer, timed)
-        self._check_path(path)
+        if producer is not None or path is not None or timed is not False:
+            self._check_call("producer", producer, path, timed)
         moves = self._moves("write_back", host, device, unit, validate, path, qos)
         return self._transfers.submit("write_back", moves, producer, timed=timed)
 
@@ -395,17 +395,13 @@ class HostPool(Pages):
         `layers`: only these layer ids. `readers`: the stream that still reads the device rows. `qos` and
         `timed`: as for `write_back`.
         """
-        self._check_call("readers", readers, timed)
-        self._check_path(path)
+        if readers is not None or path is not None or timed is not False:
+            self._check_call("readers", readers, path, timed)
         if layers is not None:
             layers = arguments.layer_ids(self.name, "layers", layers)
         steps = self._transfers.ordered(self._numbers, order, layers)
         moves = self._moves("load", host, device, unit, validate, path, qos, steps is not None)
         return self._transfers.submit("load", moves, readers, steps, timed)
-
-    def _check_path(self, path: object) -> None:
-        if path is not None and not isinstance(path, str):
-            raise arguments.refusal(self.name, "path", f"one of {', '.join(choice.PATHS)}", path)
 
     def _moves(
         self,
@@ -534,7 +530,7 @@ class HostPool(Pages):
     def _batch(
         self, host: torch.Tensor, device: torch.Tensor, unit: str, validate: str, writes_host: bool
     ) -> indices.Batch:
-        self._alive()
+        self._shared.alive(self.name)
         if self._limits is None:
             raise PoolError(f"{self.name}: no device tensors; call bind() before a transfer")
         found = indices.batch(self._limits, host, device, unit, validate, writes_host)

@@ -11,7 +11,7 @@ import torch
 
 from poolwright.runtime import arguments
 from poolwright.runtime.backend import Code
-from poolwright.runtime.choice import Availability
+from poolwright.runtime.choice import PATHS, Availability
 from poolwright.runtime.driver import Stream
 from poolwright.runtime.errors import PoolError, WrongProcess
 from poolwright.runtime.opaque import opaque
@@ -117,9 +117,11 @@ class Movable:
         """Every path: whether it can run here; when not, why, and the command that mends it."""
         return self._shared.code.report()
 
-    def _check_call(self, stream: str, given: Stream, timed: object) -> None:
+    def _check_call(self, stream: str, given: Stream, path: object, timed: object) -> None:
         """Raises ValueError for what ids have nothing to do with. `stream`: the name of that argument."""
         if given is not None:
             arguments.stream(self._owner, stream, given, self._shared.code.driver)
+        if path is not None and not isinstance(path, str):
+            raise arguments.refusal(self._owner, "path", f"one of {', '.join(PATHS)}", path)
         if timed is not False:
             arguments.flag(self._owner, "timed", timed)
