@@ -17,12 +17,12 @@ import pytest
 from race_scenarios import FAILURES, SCENARIOS
 from simulation import first
 
-from poolwright.runtime import backend, checks, hazards, launch, pool, staging, ticket, transfer
+from poolwright.runtime import backend, checks, hazards, launch, pool, shared, staging, ticket, transfer
 from poolwright.runtime.driver import relay, simulated
 from poolwright.runtime.driver.simulated_memory import SimulationError
 
 MODULES = (transfer, staging, launch, ticket, hazards, checks, relay)
-USERS = (*MODULES, pool, backend, simulated)
+USERS = (*MODULES, pool, shared, backend, simulated)
 CALLS = {"wait", "follow", "wait_value", "synchronize"}
 KEPT = {"keep.append", "_counters_of_all_pools.append", "self._lost.append"}
 DRIVERS = {"driver", "self._driver"}
