@@ -66,7 +66,6 @@ def numbers(value: Any) -> Any:
         ("7", None),
         (None, None),
     ],
-    ids=repr,
 )
 def test_an_integer_is_whatever_stands_for_one_but_no_truth_value(value: object, found: int | None) -> None:
     assert scalars.index(value) == found
