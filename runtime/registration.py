@@ -163,9 +163,8 @@ class Registration:
                 _log.error("host memory: %s", self.error)
         _under_way.discard(self)
         with self._lock:
-            self._running = False
-            ended = self._ended
-        if ended:
+            self._running = self._ended  # until it is undone: nobody else begins with that meanwhile
+        if self._running:
             self._undo("a dropped host buffer")
 
     def _advance(self, fresh: bool) -> None:
