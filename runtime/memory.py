@@ -264,18 +264,20 @@ def _mbind(address: int, nbytes: int, mask: ctypes.Array[ctypes.c_ulong], bits: 
     return os.strerror(ctypes.get_errno()) if failed else ""
 
 
-def _touch(address: int, nbytes: int, fresh: bool, threads: int) -> None:
-    """Have every page there; `fresh`: nobody has written to them. ctypes lets go of the interpreter lock, so
-    threads do run side by side."""
+def _touch(memory: torch.Tensor, fresh: bool, threads: int) -> None:
+    """Have every page of these bytes there; `fresh`: nobody has written to them. ctypes lets go of the
+    interpreter lock, so threads do run side by side. Each holds the mapping: whoever is interrupted in here,
+    by a second interrupt or as a thread starts, may leave them behind."""
+    nbytes = memory.numel()
     part = -(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE
     with ThreadPoolExecutor(threads) as pool:
-        parts = [(address + start, min(part, nbytes - start)) for start in range(0, nbytes, part)]
-        list(pool.map(_populate, *zip(*parts, strict=True), itertools.repeat(fresh)))
+        parts = [memory[start : start + part] for start in range(0, nbytes, part)]
+        list(pool.map(_populate, parts, itertools.repeat(fresh)))
 
 
-def _populate(address: int, nbytes: int, fresh: bool) -> None:
-    """Have the pages of one part there; the address may be anywhere in a page."""
-    libc = ctypes.CDLL(None)
+def _populate(memory: torch.Tensor, fresh: bool) -> None:
+    """Have the pages of one part there; it may begin anywhere in a page."""
+    libc, address, nbytes = ctypes.CDLL(None), memory.data_ptr(), memory.numel()
     first = address // PAGE * PAGE
     size = ctypes.c_size_t(address + nbytes - first)
     if libc.madvise(ctypes.c_void_p(first), size, ctypes.c_int(_POPULATE_WRITE)) != 0 and fresh:

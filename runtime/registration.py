@@ -45,8 +45,8 @@ class Chunk(NamedTuple):
     first: int
 
 
-Touch = Callable[[int, int, bool], object]
-"""Has an address range in memory; True: nobody has written there yet."""
+Touch = Callable[[torch.Tensor, bool], object]
+"""Has these bytes of a mapping in memory; True: nobody has written there yet."""
 
 
 class Registration:
@@ -163,9 +163,8 @@ class Registration:
                 _log.error("host memory: %s", self.error)
         _under_way.discard(self)
         with self._lock:
-            self._running = False
-            ended = self._ended
-        if ended:
+            self._running = self._ended  # until it is undone: nobody else begins with that meanwhile
+        if self._running:
             self._undo("a dropped host buffer")
 
     def _advance(self, fresh: bool) -> None:
@@ -173,7 +172,7 @@ class Registration:
         chunk, count, base = self.chunks[self._done], len(self.chunks), self._memory.data_ptr()
         address, number = base + chunk.start, self._done + 1
         self.left -= chunk.nbytes
-        self._touch(address, chunk.nbytes, fresh)
+        self._touch(self._memory[chunk.start : chunk.start + chunk.nbytes], fresh)
         try:
             alias = self._registrar.register(address, chunk.nbytes)
         except Exception as error:

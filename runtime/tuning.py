@@ -5,12 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from poolwright.runtime import env
 from poolwright.runtime.costs import DEFAULTS, Costs, Rates
 from poolwright.runtime.errors import PoolError
+
+_unread: ContextVar[bool] = ContextVar("poolwright_unread_constants", default=False)
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """`load` gives the defaults here, whatever is kept: for measuring anew, also after a broken file."""
+    token = _unread.set(True)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
 
 
 def file_of(gpu: str, driver: str) -> Path:
@@ -21,6 +36,8 @@ def file_of(gpu: str, driver: str) -> Path:
 
 def load(gpu: str, driver: str) -> Costs:
     """What was measured, or the defaults. Raises PoolError for a file that is not what `tune` writes."""
+    if _unread.get():
+        return DEFAULTS
     path = file_of(gpu, driver)
     try:
         text = path.read_text(encoding="utf-8")
@@ -38,6 +55,9 @@ def load(gpu: str, driver: str) -> Costs:
 def _rates(kept: object) -> Rates:
     if not isinstance(kept, dict):
         raise TypeError(f"{kept!r} is no table of numbers")
+    missing = [field.name for field in fields(Rates) if field.name not in kept]
+    if missing:
+        raise ValueError(f"no {missing[0]}, as in files of an earlier version")
     values = {field.name: float(kept[field.name]) for field in fields(Rates)}
     wrong = [name for name, value in values.items() if not 0 < value < 1e18]
     if wrong:

@@ -669,6 +669,29 @@ def test_an_interrupt_while_a_chunk_is_registered_leaves_none(
     assert driver.registered() == 0 and not threads() and not registration._under_way
 
 
+def test_what_the_thread_unregisters_is_left_to_it() -> None:
+    """Two ends, as an interrupted constructor has them: the second comes while the thread undoes all."""
+    held: list[bool] = []
+
+    class Ending(GatedPins):
+        def unregister(self, address: int) -> None:
+            if not held:
+                held.append(True)
+                progress.end()
+                held.append(progress._memory.numel() > 0)
+            super().unregister(address)
+
+    pins = Ending()
+    buffer = HostBuffer(3 * PAGE, registrar=pins, chunk_bytes=PAGE, background=True, name="it")
+    assert buffer.registration is not None
+    progress = buffer.registration
+    pins.gates.of("register it").wait()
+    buffer.release()
+    pins.gates.of("register it").let()
+    ended("register it")
+    assert held == [True, True] and pins.calls == ["+0", "+1", "-1", "-0"]
+
+
 def test_aliases_that_are_not_one_range_stop_the_thread() -> None:
     pins = GatedPins()
     pins.gap_at = 2

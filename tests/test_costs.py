@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,20 @@ def test_a_broken_file_is_named_with_the_next_step(cache: Path, text: str) -> No
     path = tuning.store("GPU", "13.0", DEFAULTS)
     path.write_text(text)
     with pytest.raises(PoolError, match=r"GPU-driver-13\.0\.json: expected constants.*run tune again"):
+        tuning.load("GPU", "13.0")
+
+
+@pytest.mark.parametrize("name", list(DEFAULTS.load.__dict__))
+def test_a_file_of_a_version_with_fewer_constants_is_told_as_that(cache: Path, name: str) -> None:
+    path = tuning.store("GPU", "13.0", DEFAULTS)
+    kept = json.loads(path.read_text())
+    del kept["load"][name]
+    path.write_text(json.dumps(kept))
+    with pytest.raises(PoolError, match=rf"no {name}, as in files of an earlier version.*run tune again"):
+        tuning.load("GPU", "13.0")
+    with tuning.unread():
+        assert tuning.load("GPU", "13.0") == DEFAULTS
+    with pytest.raises(PoolError, match=f"no {name}"):
         tuning.load("GPU", "13.0")
 
 

@@ -7,7 +7,10 @@ import gc
 import math
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,9 @@ from poolwright.runtime.memory import (
     Units,
     available_host_bytes,
 )
+
+LONG = 60.0
+"""Seconds that no test takes."""
 
 
 class Pins:
@@ -197,7 +203,9 @@ def test_a_failed_registration_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
     made: list[int] = []
     touch = memory._touch
     monkeypatch.setattr(
-        memory, "_touch", lambda at, *rest, **more: (made.append(at), touch(at, *rest, **more))
+        memory,
+        "_touch",
+        lambda part, *rest, **more: (made.append(part.data_ptr()), touch(part, *rest, **more)),
     )
     pins = Pins()
     pins.fail_at = 2
@@ -320,6 +328,41 @@ def test_a_numa_node_that_is_refused_is_told_and_memory_comes_from_anywhere() ->
         HostBuffer(PAGE, numa_node=-1)
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_thread_that_is_left_behind_holds_the_memory_it_touches(
+    old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while it waits for its threads, a constructor gives up what they still write to."""
+    entered, gate, ends = threading.Event(), threading.Event(), []
+    populate = memory._populate
+
+    def late(*given: Any) -> None:
+        entered.set()
+        gate.wait(LONG)
+        ends.append(populate(*given))
+
+    class Impatient(ThreadPoolExecutor):
+        def __exit__(self, *_: object) -> None:
+            left.append(self)
+
+        def map(self, *given: Any, **how: Any) -> Any:
+            super().map(*given, **how)
+            assert entered.wait(LONG)
+            raise KeyboardInterrupt
+
+    left: list[Impatient] = []
+    if old:
+        monkeypatch.setattr(memory, "_POPULATE_WRITE", 99)  # it is written to then
+    monkeypatch.setattr(memory, "_populate", late)
+    monkeypatch.setattr(memory, "ThreadPoolExecutor", Impatient)
+    with pytest.raises(KeyboardInterrupt):
+        HostBuffer(PAGE, registrar=Pins(), threads=1)
+    gc.collect()
+    gate.set()
+    left[0].shutdown()
+    assert ends == [None]
+
+
 @pytest.mark.parametrize("offset", [0, 1, PAGE - 1])
 @pytest.mark.parametrize("old", [False, True])
 def test_memory_is_touched_by_old_kernels_too(
@@ -329,7 +372,7 @@ def test_memory_is_touched_by_old_kernels_too(
         monkeypatch.setattr(memory, "_POPULATE_WRITE", 99)  # no advice that any kernel knows
     nbytes = 8 * HUGE_PAGE + 1
     with HostBuffer(nbytes) as buffer:
-        memory._touch(buffer.address + offset, nbytes - offset, True, 3)
+        memory._touch(buffer.tensor[offset:], True, 3)
         assert resident(buffer.address, nbytes) >= nbytes
         assert not buffer.tensor.any()
 

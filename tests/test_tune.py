@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from poolwright.runtime import __main__ as tools
+from poolwright.runtime import tuning
 from poolwright.runtime.costs import DEFAULTS, Costs, Rates, Work, alone, predict
 from poolwright.runtime.tools import tune
 from poolwright.runtime.tools.fit import Sample, fit
@@ -32,7 +35,9 @@ def made_up(way: str, rates: Rates, total: int, chunks: int) -> Sample:
 
 @pytest.mark.parametrize("way", tune.DIRECTIONS)
 def test_the_fit_finds_the_constants_that_made_the_times(way: str) -> None:
-    rates = replace(DEFAULTS.of(way), link_rate=110e9, direct_rate=90e9, chunk=3e-6)
+    start = DEFAULTS.of(way)
+    beside = start.direct_beside * 90e9 / start.direct_rate
+    rates = replace(start, link_rate=110e9, direct_rate=90e9, direct_beside=beside, chunk=3e-6)
     samples = [made_up(way, rates, total * MIB, 0) for total in (1, 16, 256)]
     samples += [
         made_up(way, rates, total * MIB, chunks)
@@ -54,6 +59,50 @@ def test_a_pool_is_measured_and_the_constants_are_kept_within_bounds() -> None:
         assert all(value > 0 for value in costs.of(way).__dict__.values())
         assert costs.of(way).copy == DEFAULTS.of(way).copy
     assert len(list(tune.table(costs))) == 2 + len(DEFAULTS.load.__dict__) + len(tune.RANGES)
+
+
+@pytest.mark.parametrize("times", [0.3, 1.0, 8.0])
+def test_the_rate_beside_the_other_direction_is_as_much_of_that_alone_on_any_link(times: float) -> None:
+    for way in tune.DIRECTIONS:
+        start = DEFAULTS.of(way)
+        scaled = {
+            name: value * times if name.endswith(("_rate", "_beside")) else value / times
+            for name, value in start.__dict__.items()
+        }
+        rates = Rates(**scaled)
+        sizes = ((1, 0), (16, 0), (256, 0), (1, 1), (4, 3), (16, 2), (64, 4), (64, 16), (256, 8), (256, 32))
+        found = fit([made_up(way, rates, total * MIB, chunks) for total, chunks in sizes], start)
+        assert found.direct_beside == pytest.approx(rates.direct_beside, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", list(DEFAULTS.load.__dict__))
+def test_every_constant_is_shown_in_its_unit(name: str) -> None:
+    lines = [line for line in tune.table(DEFAULTS) if line.startswith(f"| {name} |")]
+    (words,) = (line.split("|")[3].split() for line in lines)
+    value = getattr(DEFAULTS.load, name)
+    scale = {"GB/s": 1e9, "us": 1e-6}[words[1]]
+    assert float(words[0]) * scale == pytest.approx(value, rel=0.01) and float(words[0]) < 10_000
+
+
+def test_what_is_kept_does_not_hinder_measuring_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("POOLWRIGHT_CACHE_DIR", str(tmp_path))
+    path = tuning.store("GPU", "13.0", DEFAULTS)
+    path.write_text("{}")
+
+    def measured(*_: object) -> Costs:
+        return replace(tuning.load("GPU", "13.0"), source="measured just now")  # as the pools of `measure` do
+
+    for name, value in (("is_available", True), ("current_device", 0), ("Stream", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(tune, "CudaClock", lambda: None)
+    monkeypatch.setattr(tune, "identity", lambda _: ("GPU", "13.0"))
+    monkeypatch.setattr(tune, "measure", measured)
+    assert tools.main(["tune"]) == 0
+    assert str(path) in capsys.readouterr().out
+    assert replace(tuning.load("GPU", "13.0"), source="") == replace(DEFAULTS, source="")
 
 
 @pytest.mark.parametrize("way", tune.DIRECTIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from poolwright.codegen.names import shorten, suggest
@@ -46,9 +47,9 @@ def read_specs(project: Project) -> Specs:
 
 
 def read_spec(project: Project, name: str) -> Specs:
-    """The specs that can be read, the one of that name among them; files that cannot are named on stderr.
+    """The specs that can be read; files that cannot are named on stderr.
 
-    Raises InputError with every mistake found when that spec has one, or is not there.
+    Raises InputError with every mistake found when the spec of that name has one, or a pool of that group.
     """
     from poolwright.codegen import resolve
 
@@ -56,7 +57,8 @@ def read_spec(project: Project, name: str) -> Specs:
     broken = list(dict.fromkeys(error.location.path for error in errors))
     sources = {pool.name: pool.source for pool in specs.pools}
     sources |= {group.name: group.source for group in specs.groups}
-    if errors and sources.get(name, broken[0]) in broken:
+    unread = name not in sources and name in {PurePath(path).stem for path in (*specs.documents, *broken)}
+    if errors and (unread or sources.get(name) in broken or not sources):
         raise InputError(_lines(errors))
     if errors:
         told = f"left out for mistakes that `codegen build --check` names: {', '.join(broken)}"

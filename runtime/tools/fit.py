@@ -26,7 +26,8 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample], start: Rates) -> Rates:
-    """The constants of one direction that predict these times best; `start` gives those not measured.
+    """The constants of one direction that predict these times best; `start` gives those not measured, of the
+    rate beside the other direction its share of the rate alone.
 
     Raises ValueError with fewer than two transfers by kernels or four that were staged.
     """
@@ -43,10 +44,12 @@ def fit(samples: Sequence[Sample], start: Rates) -> Rates:
     first, chunk, relayout, link = _solve(rows, seconds)
     submits = [sample.submit for sample in staged]
     per_chunk, per_copy = _solve([[float(s.chunks), float(s.copies)] for s in staged], submits)
+    rate = _rate(per_byte)
     return replace(
         start,
         direct_start=_time(begin),
-        direct_rate=_rate(per_byte),
+        direct_rate=rate,
+        direct_beside=rate * (start.direct_beside / start.direct_rate),
         staged_start=_time(first),
         chunk=_time(chunk),
         relayout_rate=_rate(relayout),

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     # Not the default stream: batch copies are not taken there.
     make: Callable[[], Any] = torch.cuda.Stream
-    with torch.cuda.stream(make()):
+    with torch.cuda.stream(make()), tuning.unread():
         costs = measure(device, CudaClock(), PLANS, args.repeats)
     if args.json:
         print(json.dumps({way: asdict(costs.of(way)) for way in DIRECTIONS}, indent=2))
@@ -146,7 +146,7 @@ def table(costs: Costs) -> Iterator[str]:
 
 
 def _shown(name: str, value: float) -> str:
-    return f"{value / 1e9:.1f} GB/s" if name.endswith("_rate") else f"{value * 1e6:.2f} us"
+    return f"{value / 1e9:.1f} GB/s" if name.endswith(("_rate", "_beside")) else f"{value * 1e6:.2f} us"
 
 
 def crossover(costs: Costs, way: str, range_bytes: int) -> int | None:
