@@ -85,7 +85,7 @@ class _Stage:
         shape = self._shapes.get(key) if cuts is None else None
         if shape is None:
             shape = list(self._shape(count, direction, rates, nbytes, cuts))
-            if cuts is None:
+            if cuts is None and len(shape) <= LONGEST_KEPT:
                 if len(self._shapes) >= SHAPES_KEPT:
                     self._shapes.clear()
                 self._shapes[key] = shape
@@ -134,6 +134,9 @@ class _Stage:
 
 
 PARTS_KEPT = SHAPES_KEPT = 512
+
+LONGEST_KEPT = 64
+"""Fills of a shape that is kept: those of many take far longer to move than to be worked out again."""
 
 
 def _listed(runs: Sequence[Run]) -> Runs:

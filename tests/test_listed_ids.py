@@ -15,7 +15,9 @@ import race_scenarios as scenarios
 from simulation import CONFIGS, first, last, world
 
 from poolwright.runtime import launch, transfer
+from poolwright.runtime.costs import DEFAULTS
 from poolwright.runtime.indices import Batch
+from poolwright.runtime.staging import LONGEST_KEPT, SHAPES_KEPT
 
 STAGED = (
     *(scenarios.ring_reuse, scenarios.two_stores, scenarios.many_in_flight, scenarios.ids_on_device),
@@ -82,3 +84,15 @@ def test_pools_of_the_simulator_have_lists_that_are_long_then(shared: list[Batch
     scenarios.store(made, [0, 1, 2], [0, 1, 2], "staged")
     assert [batch.count for batch in shared][-1] == 3
     scenarios.finish(made)
+
+
+def test_what_is_kept_of_past_sizes_is_bounded() -> None:
+    """An engine moves any number of pages at once: neither many sizes nor long ones may pile up."""
+    pool = world(CONFIGS[0], lambda n: 0, slot_pages=1).pool
+    stage = next(iter(pool._transfers._staging._stages.values()))
+    for count in range(1, LONGEST_KEPT + 10):
+        batch = Batch("pages", array("I", range(count)) * 2, count)
+        for nbytes in range(10):
+            list(stage.fills(batch, "load", DEFAULTS.load, nbytes))
+    assert 0 < len(stage._shapes) <= SHAPES_KEPT
+    assert max(len(shape) for shape in stage._shapes.values()) <= LONGEST_KEPT
