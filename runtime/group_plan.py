@@ -117,7 +117,7 @@ class Plan:
                 if name not in members:
                     raise self._wrong(f"{what}: no pool {name!r}; pools are {', '.join(members)}")
         if self.budget is not None and self.capacity_pages is not None:
-            raise self._wrong("give either capacity_pages or budget")
+            raise self._wrong("give either capacity_pages or budget, got both")
         amounts: dict[str, Any] = {**self.spec.budget, **(self.budget or {})}
         amounts |= {name: OFF if n == OFF else None for name, n in (self.capacity_pages or {}).items()}
         off = {name for name, amount in amounts.items() if amount == OFF}
@@ -176,7 +176,7 @@ class Plan:
             counts = {n: self._fitting(family, single, shares[n]) for n, family in families.items()}
             return {name: counts[owner] for name, owner in owners.items()}
         if self.capacity_bytes is not None:
-            raise self._wrong("give either capacity_pages or capacity_bytes")
+            raise self._wrong("give either capacity_pages or capacity_bytes, got both")
         for name in families:
             count = index(asked.get(name))
             if count is None or count < 1:

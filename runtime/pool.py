@@ -629,7 +629,8 @@ def _layer_ids(spec: PoolSpec, name: str, ids: Iterable[int]) -> tuple[int, ...]
 def _capacity(spec: PoolSpec, program: SizedProgram, pages: int | None, nbytes: int | None) -> int:
     """Pages of the pool from either way of giving its capacity."""
     if (pages is None) == (nbytes is None):
-        raise ValueError(f"{spec.name}: give either capacity_pages or capacity_bytes")
+        got = "neither" if pages is None else "both"
+        raise ValueError(f"{spec.name}: give either capacity_pages or capacity_bytes, got {got}")
     if pages is not None:
         return arguments.whole(spec.name, "capacity_pages", pages, 1)
     nbytes = arguments.whole(spec.name, "capacity_bytes", nbytes, 0)

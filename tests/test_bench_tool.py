@@ -77,6 +77,16 @@ def test_what_is_wrong_is_named(words: list[str], message: str, capsys: pytest.C
     assert captured.out == "" or captured.out.count("\n") == 2
 
 
+@pytest.mark.parametrize(
+    "tool", [["bench", "mla", "--repeats"], ["bench", "mla", "--limit-mb"], ["tune", "--repeats"]]
+)
+@pytest.mark.parametrize("given", ["0", "-1", "many"])
+def test_a_count_is_at_least_one(tool: list[str], given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tools.main([*tool, given]) == 2
+    message = f"argument {tool[-1]}: expected an integer of at least 1, got {given!r}"
+    assert message in capsys.readouterr().err
+
+
 def test_a_picture_needs_matplotlib_and_says_so_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -624,7 +624,11 @@ def test_bytes_pages_and_off_by_pool() -> None:
 WRONG = (
     ({"capacity_bytes": 1000}, OutOfMemoryBudget, r"one page of state needs \d+ bytes, 500 are available"),
     ({}, ValueError, "give capacity_bytes, of which the budget"),
-    ({"capacity_bytes": 9999, "capacity_pages": {"kv": 1, "state": 1}}, ValueError, "give either"),
+    (
+        {"capacity_bytes": 9999, "capacity_pages": {"kv": 1, "state": 1}},
+        ValueError,
+        "give either capacity_pages or capacity_bytes, got both",
+    ),
     ({"capacity_pages": {"kv": 1}}, ValueError, "expected at least 1 page or 'off' for state, got None"),
     ({"capacity_pages": {"kv": "off", "state": 1}}, ValueError, "the anchor kv cannot be off"),
     ({"capacity_pages": {"kv": 1, "state": 1, "x": 1}}, ValueError, "capacity_pages: no pool 'x'"),

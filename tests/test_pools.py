@@ -518,8 +518,8 @@ def test_staging_is_bounded_in_bytes() -> None:
         ({"layers": (1, 1)}, "mla: layers: layer ids must differ, got [1, 1]"),
         ({"layers": (-1,)}, "mla: layers: expected layer ids from 0, got [-1]"),
         ({"capacity_pages": 0}, "mla: capacity_pages: expected an integer of at least 1, got 0"),
-        ({"capacity_pages": None}, "mla: give either capacity_pages or capacity_bytes"),
-        ({"capacity_bytes": 9}, "mla: give either capacity_pages or capacity_bytes"),
+        ({"capacity_pages": None}, "mla: give either capacity_pages or capacity_bytes, got neither"),
+        ({"capacity_bytes": 9}, "mla: give either capacity_pages or capacity_bytes, got both"),
         ({"require": "gpu"}, "mla: require: expected cuda or host, got 'gpu'"),
     ],
 )

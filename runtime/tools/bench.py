@@ -51,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", help="device order (default: the first)")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=("cpu", "cuda"), help=f"default: {default}")
-    parser.add_argument("--limit-mb", type=int, metavar="MB", help="bytes of the largest transfer")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--limit-mb", type=package.positive, metavar="MB", help="bytes of the largest transfer"
+    )
+    parser.add_argument("--repeats", type=package.positive, default=7, metavar="N", help="of each way (7)")
     parser.add_argument("--order", default="scattered", choices=("scattered", "runs"), help="host pages")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")

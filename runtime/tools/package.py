@@ -26,6 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """A count of the command line. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
 def named(form: str | None, layout: str | None) -> str:
     """What was asked for, in words: ``form 'a' with layout 'b'``, or the one that is given."""
     return " with ".join(f"{kind} {name!r}" for kind, name in (("form", form), ("layout", layout)) if name)

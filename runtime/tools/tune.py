@@ -48,7 +48,9 @@ PLANS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--dry-run`, `--repeats`, `--json`."""
     parser.add_argument("--dry-run", action="store_true", help="keep nothing")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--repeats", type=package.positive, default=7, metavar="N", help="of each transfer (7)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
 
 
