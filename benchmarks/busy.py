@@ -187,9 +187,11 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def beside(window: Window, shape: Shape, direction: str, pages: int, repeats: int) -> Iterator[Figure]:
-    """Every way of one cell beside the GEMM."""
-    rig = Rig(shape, pages, "cuda:0")
+def beside(
+    window: Window, shape: Shape, direction: str, pages: int, repeats: int, staging: int | None
+) -> Iterator[Figure]:
+    """Every way of one cell beside the GEMM. `staging`: bytes of staging memory (None: the default)."""
+    rig = Rig(shape, pages, "cuda:0", staging)
     host, device = rig.lists(pages, "scattered")
     total = pages * shape.page_bytes
     quiet = window.run((window.busy, window.gemm, GEMMS))[0]
@@ -216,9 +218,11 @@ def beside(window: Window, shape: Shape, direction: str, pages: int, repeats: in
             print(f"left out: {shape.label}, {direction}, {name}: too slow for the window", flush=True)
 
 
-def both_ways(window: Window, shape: Shape, pages: int, repeats: int) -> Iterator[Figure]:
+def both_ways(
+    window: Window, shape: Shape, pages: int, repeats: int, staging: int | None
+) -> Iterator[Figure]:
     """Write-back and load at once, of different pages, by one thread that has `DEPTH` of each under way."""
-    rig = Rig(shape, 2 * pages, "cuda:0")
+    rig = Rig(shape, 2 * pages, "cuda:0", staging)
     host, device = rig.lists(2 * pages, "scattered")
     out = dict(ways(rig, "write_back", host[:pages], device[:pages], window.front))
     inward = dict(ways(rig, "load", host[pages:], device[pages:], window.front))
@@ -258,24 +262,36 @@ def missed(figures: list[Figure]) -> Iterator[Figure]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="transfers beside a GEMM, and in both directions at once")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cells", type=int, nargs="*", default=list(range(len(CELLS))))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure there")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each way (5)")
+    numbers = list(range(len(CELLS)))
+    parser.add_argument(
+        "--cells",
+        type=int,
+        nargs="*",
+        default=numbers,
+        choices=numbers,
+        metavar="N",
+        help="which cells stand beside the GEMM, from 0: rows in the order of the table (default: all)",
+    )
     parser.add_argument("--no-both", action="store_true", help="leave both directions at once out")
+    parser.add_argument("--staging-mib", type=int, metavar="MIB", help="staging_bytes of every pool")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("busy needs a CUDA device, and torch sees none: see `codegen doctor`")
+    staging = None if options.staging_mib is None else options.staging_mib << 20
     window = Window()
     found: list[Figure] = []
     print(
-        "| pool | page | pages | way | path | GB/s (least to most) | GEMM slower %, CPU time of a pair |\n"
-        + "|---" * 7
-        + "|"
+        "| pool | page | pages | direction | way | GB/s (least to most) "
+        "| GEMM slower %, CPU time of a pair |\n" + "|---" * 7 + "|"
     )
     groups: list[Iterator[Figure]] = []
     for at in options.cells:
         shape, direction, pages = CELLS[at]
-        groups.append(beside(window, SHAPES[shape], direction, pages, options.repeats))
+        groups.append(beside(window, SHAPES[shape], direction, pages, options.repeats, staging))
     if not options.no_both:
-        groups += [both_ways(window, SHAPES[at], pages, options.repeats) for at, pages in BOTH]
+        groups += [both_ways(window, SHAPES[at], pages, options.repeats, staging) for at, pages in BOTH]
     for group in groups:
         for figure in group:
             found.append(figure)

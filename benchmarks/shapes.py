@@ -102,16 +102,17 @@ class Rig:
     """A bound pool with room for `pages` at once, in layout page_first, and its rows as bytes.
 
     `device`: for each component one uint8 ``[tokens, row]`` a layer; `host`: for each component uint8
-    ``[tokens, layers, row]``.
+    ``[tokens, layers, row]``. `staging_bytes`: of the pool, if not what it takes by itself.
     """
 
-    def __init__(self, shape: Shape, pages: int, device: str) -> None:
+    def __init__(self, shape: Shape, pages: int, device: str, staging_bytes: int | None = None) -> None:
         self.shape, self.pages = shape, pages
         self.host_pages, self.device_pages = pages + pages // 2 + SPARE_PAGES, pages + SPARE_PAGES
         where = torch.device(device)
         require = "cuda" if where.type == "cuda" else None
+        more = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
         self.pool = shape.make(
-            layout="page_first", capacity_pages=self.host_pages, device=device, require=require
+            layout="page_first", capacity_pages=self.host_pages, device=device, require=require, **more
         )
         tokens = self.device_pages * shape.page_size
         blocks = [_random((shape.layers, tokens, row), where) for row in shape.rows]

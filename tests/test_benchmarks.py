@@ -173,6 +173,21 @@ def test_short_cells_are_repeated_four_times_as_often(small: Any, seconds: float
     assert counted == {"ref": 3 * (repeats + small.PROBES), "host": 2 * repeats, "chosen": 3 * repeats}
 
 
+def test_a_rig_hands_the_bound_of_staging_memory_on() -> None:
+    shapes = module("shapes")
+    with pytest.raises(ValueError, match="staging_bytes: expected an integer of at least 0, got -1"):
+        shapes.Rig(shapes.SHAPES[7], 1, "cpu", staging_bytes=-1)
+
+
+@pytest.mark.parametrize("name", ["busy", "submit"])
+def test_what_needs_a_gpu_says_so_first(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit):
+        module(name).main()
+    assert f"{name} needs a CUDA device, and torch sees none" in capsys.readouterr().err
+
+
 def test_a_way_that_moves_other_bytes_ends_the_grid(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = small.Grid._ours
 
