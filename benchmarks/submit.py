@@ -327,7 +327,9 @@ def cold(unit: jit.Unit, arch: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of submissions and of compiling")
-    parser.add_argument("--repeats", type=int, default=300, metavar="N", help="rounds of a cell, at most (300)")
+    parser.add_argument(
+        "--repeats", type=int, default=300, metavar="N", help="rounds of a cell, at most (300)"
+    )
     parser.add_argument("--stub", action="store_true", help="Python's share, without a GPU")
     parser.add_argument("--calls", action="store_true", help="cost of single driver calls")
     parser.add_argument("--compile", action="store_true", help="compiling alone, without a GPU")

@@ -102,7 +102,8 @@ class Pages(Movable):
         self._alive()
         number = scalars.index(page)
         if number is None or not 0 <= number < self.page_num:
-            raise self._wrong("page_objects", f"a page of 0 to {self.page_num - 1}", page, "ids // page_size")
+            expected = f"a page of 0 to {self.page_num - 1}"
+            raise self._wrong("page_objects", expected, repr(page), "pass a page number: id // page_size")
         self._settle({number}, True)
         base = self.kv_buffer.data_ptr()
         return tuple(
