@@ -179,13 +179,39 @@ def test_a_rig_hands_the_bound_of_staging_memory_on() -> None:
         shapes.Rig(shapes.SHAPES[7], 1, "cpu", staging_bytes=-1)
 
 
-@pytest.mark.parametrize("name", ["busy", "submit"])
+@pytest.mark.parametrize("name", ["beside", "busy", "submit"])
 def test_what_needs_a_gpu_says_so_first(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name])
     with pytest.raises(SystemExit):
         module(name).main()
     assert f"{name} needs a CUDA device, and torch sees none" in capsys.readouterr().err
+
+
+def test_pairs_of_paths_are_submitted_in_turn_and_blocks_are_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beside, nothing, shapes = module("beside"), module("nothing"), module("shapes")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with use_driver(nothing.NoDriver()):
+        rig = shapes.Rig(shapes.SHAPES[6], 8, "cpu")
+    moved: list[tuple[str, str]] = []
+    for way in ("write_back", "load"):
+        call = getattr(rig.pool, way)
+
+        def noted(*ids: Any, way: str = way, call: Any = call, **more: Any) -> Any:
+            ticket = call(*ids, **more)
+            moved.append((way, ticket.path))
+            return ticket
+
+        monkeypatch.setattr(rig.pool, way, noted, raising=False)
+    with beside.writing(2):
+        assert {beside.sizes.blocks(f"write_back{more}", 1 << 30) for more in ("", "_beside")} == {2}
+        seconds, calls = beside.pair(rig, 4, "zero_copy", "staged", 7)
+    assert 0 < calls < seconds
+    assert moved == [("write_back", "zero_copy"), ("load", "staged")] * 7
+    assert beside.sizes.blocks("write_back", 1 << 30) == 4
+    rig.close()
 
 
 def test_a_way_that_moves_other_bytes_ends_the_grid(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
