@@ -692,6 +692,31 @@ def test_a_package_that_is_named_takes_the_place_of_the_projects(
     assert "cannot import other.pools; run `codegen build`" in capsys.readouterr().err
 
 
+def test_what_is_said_of_generated_code_names_specs_that_have_become_others(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tools, "main", lambda words, prog: 0)
+    spec = filled / "specs" / "one.yaml"
+
+    def said(tool: str) -> str:
+        capsys.readouterr()
+        assert cli.main([tool, "one"]) == 0
+        return capsys.readouterr().err
+
+    assert cli.main(["build"]) == 0
+    assert [said(tool) for tool in ("verify", "bench", "compile")] == ["", "", ""]
+    whole = spec.read_text()
+    spec.write_text(whole.replace("kv_lora_rank", "rank"))
+    assert said("verify") == said("bench") != ""
+    note = said("verify")
+    assert note.startswith("note: pools/one/") and "not as the specs say: run `codegen build`" in note
+    assert said("compile") == ""
+    spec.write_text(whole + "\nnothing: known\n")
+    assert said("verify").startswith("note: the specs have mistakes; ")
+    spec.write_text(whole)
+    assert said("verify") == ""
+
+
 def test_verify_refuses_what_it_would_leave_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

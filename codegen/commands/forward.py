@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from poolwright.codegen.project import find_project
+from poolwright.codegen.commands.common import InputError, render_project
+from poolwright.codegen.project import Project, find_project
+from poolwright.codegen.write import compare
 
 WITHOUT_PROJECT = ("doctor",)
+ABOUT_GENERATED_CODE = ("verify", "bench")
 HELP = {"--help", "-h"}
 
 
@@ -16,12 +20,26 @@ def run(tool: str, arguments: Sequence[str]) -> int:
 
     if tool in WITHOUT_PROJECT or HELP & set(arguments):
         return main([tool, *arguments], prog="codegen")
-    return main([tool, *_package(arguments), *arguments], prog="codegen")
-
-
-def _package(arguments: Sequence[str]) -> list[str]:
-    """The project's package, unless another is named: that one is found by its own name."""
     if any(word.split("=")[0] == "--package" for word in arguments):
-        return []
+        return main([tool, *arguments], prog="codegen")  # found by its own name
     project = find_project()
-    return ["--package", project.import_name, "--folder", str(project.output)]
+    found = main(
+        [tool, "--package", project.import_name, "--folder", str(project.output), *arguments], prog="codegen"
+    )
+    if tool in ABOUT_GENERATED_CODE:
+        _tell_stale(project)
+    return found
+
+
+def _tell_stale(project: Project) -> None:
+    """Last, where it is seen: what was said is said of generated code, whatever the specs have become."""
+    if not project.specs.is_dir() or not project.output.is_dir():
+        return
+    try:
+        stale = [found.path for found in compare(render_project(project)[1], project.output)]
+    except InputError:
+        print("note: the specs have mistakes; this was about what was generated before", file=sys.stderr)
+        return
+    if stale:
+        what = f"{stale[0]} and {len(stale) - 1} more" if len(stale) > 1 else stale[0]
+        print(f"note: {what} not as the specs say: run `codegen build`, then this again", file=sys.stderr)
