@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
+from asked import asked
 from busy import DEPTH, FAST, Window, ways
 from shapes import SHAPES, Rig
 from timeline import rate
@@ -129,11 +130,7 @@ def writers(repeats: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="both directions at once, by every pair of paths")
     parser.add_argument("--repeats", type=int, default=3, help="of which the median counts (at least 1)")
-    options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error(f"--repeats: expected at least 1, got {options.repeats}")
-    if not torch.cuda.is_available():
-        parser.error("beside needs a CUDA device, and torch sees none: see `codegen doctor`")
+    options = asked(parser)
     pairs(options.repeats)
     writers(options.repeats)
     return 0

@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import sglang_peer
+from asked import asked
 from grid import machine, peers
 from shapes import SHAPES, Rig, Shape
 from timeline import Lane, rate, slowdown
@@ -276,9 +277,7 @@ def main() -> int:
     )
     parser.add_argument("--no-both", action="store_true", help="leave both directions at once out")
     parser.add_argument("--staging-mib", type=int, metavar="MIB", help="staging_bytes of every pool")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("busy needs a CUDA device, and torch sees none: see `codegen doctor`")
+    options = asked(parser)
     staging = None if options.staging_mib is None else options.staging_mib << 20
     window = Window()
     found: list[Figure] = []

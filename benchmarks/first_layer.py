@@ -26,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import shapes
+from asked import asked
 
 from poolwright.runtime import jit, program
 from poolwright.runtime.driver import Parameters, Windows
@@ -174,7 +175,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--blocks", type=int, nargs="+", default=[0, 4, 8, 16], help="0: what the pool takes")
     parser.add_argument("--flight", type=int, default=8, help="vectors that a thread has in flight")
-    options = parser.parse_args()
+    options = asked(parser)
     plain = program.SizedProgram.constants
 
     def constants(self: program.SizedProgram, of: str = "") -> tuple[tuple[str, str], ...]:

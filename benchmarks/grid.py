@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import sglang_peer
+from asked import asked
 from shapes import SHAPES, Rig, Shape, same
 from targets import PEER, Cell, Figure, Miss, first_goal, misses
 
@@ -361,7 +362,7 @@ def main() -> int:
     parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave indexing by torch out")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="shapes with this in their name")
     parser.add_argument("--device", default="cuda:0")
-    options = parser.parse_args()
+    options = asked(parser, lambda given: given.device != "cpu", "--device cpu needs none")
     results = Results(options.json)
     cuda, why = options.device != "cpu", sglang_peer.available()
     if cuda and why:

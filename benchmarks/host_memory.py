@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
+from asked import asked
 from shapes import SHAPES, Rig
 
 from poolwright.runtime.driver.cuda import cuda_driver
@@ -166,7 +167,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after one that does not")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help="transfers while another pool is registered")
-    options = parser.parse_args()
+    options = asked(parser)
     if options.serve:
         beside_registration(options.gib, "cuda:0")
         return 0

@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import shapes
+from asked import asked
 
 from poolwright.runtime import jit
 from poolwright.runtime.driver import Windows, sizes
@@ -301,7 +302,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=130, help="begin no further cell after so long")
     parser.add_argument("--json", type=Path, help="where all figures are kept, after every cell")
-    options = parser.parse_args()
+    options = asked(parser)
     make: Callable[[], Any] = torch.cuda.Stream
     with torch.cuda.stream(make()):  # not the default stream: batch copies are not taken there
         rows = measure(options)

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import nothing
 import submit
+from asked import asked
 
 from poolwright import generated
 from poolwright.runtime import jit
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--quick", action="store_true", help="without the table of every pool")
     parser.add_argument("--mode", choices=MODES, help="the rows of one CUDA_MODULE_LOADING, in this process")
-    options = parser.parse_args()
+    options = asked(parser)
     torch.zeros(1, device="cuda")
     if options.mode:
         measure(options.mode, options.repeats)

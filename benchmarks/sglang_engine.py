@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import sglang_wheel
+from asked import asked
 
 from poolwright.generated import group_class
 from poolwright.generated.pools.mha.pool import MHATokenToKVPoolHost
@@ -165,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pools under SGLang's transfer engine")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pages", type=int, nargs="+", default=(4, 64))
-    options = parser.parse_args()
+    options = asked(parser)
     print(" | ".join(COLUMNS), flush=True)
     with sglang_wheel.engine(sglang_wheel.wheel_folder(), torch.cuda) as engine:
         for make, layers in ((mha, 32), (dsv32, 61)):

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".src"))
 
 import driver_calls
 import nothing
+from asked import asked
 
 from poolwright.generated import KimiLinearHostPoolGroup, MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from poolwright.runtime import indices, jit
@@ -334,9 +335,7 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true", help="cost of single driver calls")
     parser.add_argument("--compile", action="store_true", help="compiling alone, without a GPU")
     parser.add_argument("--profile", choices=("zero_copy", "staged"), help="profile 64 pages of this path")
-    options = parser.parse_args()
-    if not (options.stub or options.compile or torch.cuda.is_available()):
-        parser.error("submit needs a CUDA device, and torch sees none: --stub and --compile need none")
+    options = asked(parser, lambda given: not (given.stub or given.compile), "--stub and --compile need none")
     if options.profile:
         profile(
             options.repeats,

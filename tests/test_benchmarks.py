@@ -179,13 +179,26 @@ def test_a_rig_hands_the_bound_of_staging_memory_on() -> None:
         shapes.Rig(shapes.SHAPES[7], 1, "cpu", staging_bytes=-1)
 
 
-@pytest.mark.parametrize("name", ["beside", "busy", "submit"])
+NEED_A_GPU = ("beside", "busy", "submit", "grid", "host_memory", "layer_order", "first_layer", "module_load")
+NEED_A_GPU += ("sglang_engine",)
+
+
+@pytest.mark.parametrize("name", NEED_A_GPU)
 def test_what_needs_a_gpu_says_so_first(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with pytest.raises(SystemExit):
         module(name).main()
-    assert f"{name} needs a CUDA device, and torch sees none" in capsys.readouterr().err
+    assert f"{name} needs a CUDA device, and torch sees none: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NEED_A_GPU)
+def test_nothing_is_measured_no_times(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    count = "--rounds" if name in ("host_memory", "sglang_engine") else "--repeats"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", count, "0"])
+    with pytest.raises(SystemExit):
+        module(name).main()
+    assert f"error: {count}: expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_pairs_of_paths_are_submitted_in_turn_and_blocks_are_put_back(
