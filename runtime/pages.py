@@ -99,21 +99,24 @@ class Pages(Movable):
 
     def page_objects(self, page: int) -> tuple[PageObject, ...]:
         """The objects of page number `page`. Blocks and raises as the class says."""
+        return self._objects("page_objects", page)
+
+    def page_ranges(self, page: int) -> list[tuple[int, int]]:
+        """(address, bytes) of each object of page number `page`."""
+        return [(at.address, at.nbytes) for at in self._objects("page_ranges", page)]
+
+    def _objects(self, call: str, page: int) -> tuple[PageObject, ...]:
         self._alive()
         number = scalars.index(page)
         if number is None or not 0 <= number < self.page_num:
             expected = f"a page of 0 to {self.page_num - 1}"
-            raise self._wrong("page_objects", expected, repr(page), "pass a page number: id // page_size")
+            raise self._wrong(call, expected, repr(page), "pass a page number: id // page_size")
         self._settle({number}, True)
         base = self.kv_buffer.data_ptr()
         return tuple(
             PageObject(span.name, base + span.start + number * span.nbytes, span.nbytes)
             for span in self._spans
         )
-
-    def page_ranges(self, page: int) -> list[tuple[int, int]]:
-        """(address, bytes) of each object of page number `page`."""
-        return [(at.address, at.nbytes) for at in self.page_objects(page)]
 
     def get_page_buffer_meta(self, indices: torch.Tensor | Iterable[int]) -> tuple[list[int], list[int]]:
         """Host addresses and bytes of the objects of whole pages of ids, page by page."""

@@ -165,7 +165,7 @@ POOL = [
     case("kv", lambda w, v: w.pool.bind({"kv": [v, *latents(2)]})),
     case("layer_ids", lambda w, v: w.pool.bind({"kv": latents(3)}, layer_ids=v), "None"),
     case("page_objects", lambda w, v: w.pool.page_objects(v), *INTEGER),
-    case("page_objects", lambda w, v: w.pool.page_ranges(v), *INTEGER),
+    case("page_ranges", lambda w, v: w.pool.page_ranges(v), *INTEGER),
     case("get_page_buffer_meta", lambda w, v: w.pool.get_page_buffer_meta(v), *EMPTY),
     case("get_split_heads", lambda w, v: w.pool.get_split_heads_page_buffer_meta(v, 1), *EMPTY),
     case("split_factor", lambda w, v: w.pool.get_split_heads_page_buffer_meta(IDS, v), *INTEGER),

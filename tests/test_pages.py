@@ -470,12 +470,12 @@ GIVEN = "pass ids that alloc returned"
             "page_objects: expected a page of 0 to 5, got 6; pass a page number: id // page_size",
         ),
         (
-            lambda p: p.page_objects("6"),
-            "page_objects: expected a page of 0 to 5, got '6'; pass a page number: id // page_size",
+            lambda p: p.page_ranges(-1),
+            "page_ranges: expected a page of 0 to 5, got -1; pass a page number: id // page_size",
         ),
         (
-            lambda p: p.page_ranges(-1),
-            "page_objects: expected a page of 0 to 5, got -1; pass a page number: id // page_size",
+            lambda p: p.page_objects("6"),
+            "page_objects: expected a page of 0 to 5, got '6'; pass a page number: id // page_size",
         ),
         (
             lambda p: p.is_stride_page_aligned(0),
